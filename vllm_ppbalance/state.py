@@ -1,0 +1,183 @@
+"""What a policy sees and what it answers: frozen values, no vLLM objects.
+
+Times are seconds on the injected clock, counts are tokens or requests, `step` is the number of
+the `schedule()` call about to be made (vLLM's `Scheduler.current_step` after it increments).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar, overload
+
+T = TypeVar("T")
+
+
+class Clock(Protocol):
+    """The two clocks of vLLM's scheduler; virtual time injects its own."""
+
+    def monotonic(self) -> float:
+        """Seconds on a clock that never goes back (step times)."""
+
+    def time(self) -> float:
+        """Seconds since the epoch (`Request.arrival_time` is on this clock)."""
+
+
+class Lazy(Sequence[T], Generic[T]):
+    """A sequence built on first use, so that a policy pays only for what it reads."""
+
+    def __init__(self, build: Callable[[], Sequence[T]]) -> None:
+        self._build = build
+        self._items: Sequence[T] | None = None
+
+    def _get(self) -> Sequence[T]:
+        if self._items is None:
+            self._items = self._build()
+        return self._items
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        return self._get()[index]
+
+    def __len__(self) -> int:
+        return len(self._get())
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._get())
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """One established decode that could run in the step about to be formed."""
+
+    request_id: str
+    context_tokens: int  # tokens whose keys and values it reads
+    output_tokens: int  # tokens generated so far
+    holds_in_a_row: int  # steps it has been held back since it last ran
+    last_token_s: float  # when its newest token came out; nan before the first
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """One request that still has prompt tokens to compute: queued, or prefilling in chunks."""
+
+    request_id: str
+    new_tokens: int  # prompt tokens still to compute
+    prefix_tokens: int  # prompt tokens already computed or known to be cached
+    waited_s: float  # since arrival
+    running: bool = False  # admitted: its prompt is being computed chunk by chunk
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One non-empty `schedule()` result on its way through the stages."""
+
+    step: int
+    num_requests: int
+    num_decodes: int  # rows that are established decodes
+    decode_tokens: int  # their tokens: more than num_decodes with draft tokens
+    prefill_tokens: int
+    next_decodes: int  # rows that will ask to decode when this batch is done
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the micro-batch, decodes included."""
+        return self.decode_tokens + self.prefill_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyTotals:
+    """Sums since the engine started; a policy subtracts the totals it saw last."""
+
+    ttft_s: float = 0.0
+    first_tokens: int = 0
+    gap_s: float = 0.0
+    gaps: int = 0
+
+    def since(self, earlier: "LatencyTotals") -> "LatencyTotals":
+        """What came after `earlier`."""
+        return LatencyTotals(
+            self.ttft_s - earlier.ttft_s,
+            self.first_tokens - earlier.first_tokens,
+            self.gap_s - earlier.gap_s,
+            self.gaps - earlier.gaps,
+        )
+
+    @property
+    def mean_ttft_s(self) -> float | None:
+        """Mean time to first token, None when there was none."""
+        return self.ttft_s / self.first_tokens if self.first_tokens else None
+
+    @property
+    def mean_gap_s(self) -> float | None:
+        """Mean gap between two tokens of a request, None when there was none."""
+        return self.gap_s / self.gaps if self.gaps else None
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineState:
+    """The pipeline just before micro-batch `step` is formed.
+
+    `in_flight` holds the at most pp_size - 1 newest micro-batches that were scheduled before this
+    one, oldest first, empty ones left out; together with the ready decodes they are the pp_size
+    cohorts. `parked` counts decodes held for more than one step, by the step they return at.
+    """
+
+    step: int
+    now_s: float
+    pp_size: int
+    max_budget: int  # tokens; vLLM's max_num_batched_tokens, never exceeded
+    min_budget: int  # tokens; under it a running request could make no progress
+    num_ready: int  # decodes that can run now; may count one whose last token is in flight
+    ready: Sequence[Decode]  # exactly those, oldest first
+    in_flight: Sequence[MicroBatch] = ()
+    recent: Sequence[MicroBatch] = ()  # the pp_size newest non-empty micro-batches, oldest first
+    parked: Mapping[int, int] = field(default_factory=dict)
+    num_waiting: int = 0
+    waiting: Sequence[Waiting] = ()
+    kv_free: float = 1.0  # share of the KV cache that is free, 0 to 1
+    totals: LatencyTotals = LatencyTotals()
+
+    @property
+    def decodes_alive(self) -> int:
+        """Decodes of all cohorts: ready, in flight, and parked."""
+        in_flight = sum(batch.next_decodes for batch in self.in_flight)
+        return self.num_ready + in_flight + sum(self.parked.values())
+
+    def cohort_sizes(self) -> list[int]:
+        """Decodes per cohort, pp_size numbers: this step's first, then those of the next steps."""
+        sizes = [0] * self.pp_size
+        sizes[0] = self.num_ready
+        for batch in self.in_flight:
+            sizes[(batch.step - self.step) % self.pp_size] += batch.next_decodes
+        for step, count in self.parked.items():
+            sizes[(step - self.step) % self.pp_size] += count
+        return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a step's micro-batch may hold.
+
+    `budget` is None for vLLM's own. `hold` maps a ready decode to the number of steps it sits out,
+    1 to pp_size - 1.
+    """
+
+    budget: int | None = None
+    hold: Mapping[str, int] = field(default_factory=dict)
+    reason: str = ""
+
+
+class ChunkPolicy(Protocol):
+    """Chooses the token budget of the next micro-batch."""
+
+    def budget(self, state: PipelineState) -> int | None:
+        """Tokens for the next micro-batch, decodes included; None leaves vLLM's own."""
+
+
+class RebalancePolicy(Protocol):
+    """Chooses which ready decodes sit out the next micro-batch."""
+
+    def hold(self, state: PipelineState) -> Mapping[str, int]:
+        """Request ids to hold, each with its number of steps."""
