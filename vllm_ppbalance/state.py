@@ -55,7 +55,7 @@ class Decode:
     context_tokens: int  # tokens whose keys and values it reads
     output_tokens: int  # tokens generated so far
     holds_in_a_row: int  # steps it has been held back since it last ran
-    last_token_s: float  # when its newest token came out; nan before the first
+    last_token_s: float  # when its newest token came out; 0 where unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +160,12 @@ class PipelineState:
 class Decision:
     """What a step's micro-batch may hold.
 
-    `budget` is None for vLLM's own. `hold` maps a ready decode to the number of steps it sits out,
-    1 to pp_size - 1.
+    `budget` is in tokens, decodes included. `hold` maps a ready decode to the number of steps it
+    sits out, 1 to pp_size - 1.
     """
 
-    budget: int | None = None
+    budget: int
     hold: Mapping[str, int] = field(default_factory=dict)
-    reason: str = ""
 
 
 class ChunkPolicy(Protocol):

@@ -1,0 +1,131 @@
+"""`python -m vllm_ppbalance config` and `check`."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from vllm_ppbalance import __version__
+from vllm_ppbalance.config import Settings
+from vllm_ppbalance.sources import LoadedSettings, SettingsError, load_settings
+
+
+def knobs(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every knob as (dotted name, pydantic field), sections expanded."""
+    for name, field in model.model_fields.items():
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from knobs(annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+def value_of(settings: Settings, knob: str) -> Any:
+    """The value of a dotted knob name."""
+    value: Any = settings
+    for part in knob.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def print_config(loaded: LoadedSettings) -> None:
+    """Print every knob, its effective value, and where the value came from."""
+    names = [name for name, _ in knobs()]
+    width = max(map(len, names))
+    for name in names:
+        text = json.dumps(value_of(loaded.settings, name))
+        print(f"{name:<{width}}  {text:<14}  {loaded.source_of(name)}")
+
+
+def markdown_table() -> str:
+    """The README's settings table."""
+    rows = ["| setting | default | unit | bounds | meaning |", "|---|---|---|---|---|"]
+    defaults = Settings()
+    schema = Settings.model_json_schema()
+    for name, field in knobs():
+        extra = field.json_schema_extra or {}
+        meaning = field.description or ""
+        if extra.get("published"):
+            meaning += f" Published as `{extra['published']}`."
+        default = json.dumps(value_of(defaults, name)).strip('"')
+        bounds = _bounds(_property(schema, name))
+        rows.append(f"| `{name}` | {default} | {extra.get('unit', '')} | {bounds} | {meaning} |")
+    return "\n".join(rows)
+
+
+def _property(schema: dict[str, Any], knob: str) -> dict[str, Any]:
+    node = schema
+    for part in knob.split("."):
+        node = node["properties"][part]
+        reference = node.get("$ref") or next(
+            (option["$ref"] for option in node.get("allOf", []) if "$ref" in option), None
+        )
+        if reference:
+            node = schema["$defs"][reference.rsplit("/", 1)[-1]]
+    return node
+
+
+def _bounds(node: dict[str, Any]) -> str:
+    if "enum" in node:
+        return ", ".join(map(str, node["enum"]))
+    parts = [_bounds(option) for option in node.get("anyOf", [])]
+    if node.get("type") == "null":
+        return "unset"
+    low, high = node.get("minimum"), node.get("maximum")
+    if node.get("exclusiveMinimum") is not None:
+        parts.append(f"over {node['exclusiveMinimum']:g}, to {high:g}")
+    elif low is not None:
+        parts.append(f"{low:g} to {high:g}")
+    return " or ".join(part for part in parts if part)
+
+
+def print_check() -> bool:
+    """Print which vLLM is installed and each seam; True when all is well."""
+    from vllm_ppbalance import plugin
+
+    print(f"vllm-ppbalance {__version__}")
+    print(f"distribution   {plugin.installed_distribution()}")
+    try:
+        version = plugin.vllm_version()
+    except ImportError as error:
+        print(f"vllm           cannot be imported: {error}")
+        return False
+    oldest, newest = (".".join(map(str, bound)) for bound in (plugin.OLDEST, plugin.NEWEST))
+    print(f"vllm           {version} (supported: {oldest} to {newest})")
+    for name, present in plugin.check_seams():
+        print(f"  {'ok     ' if present else 'MISSING'} {name}")
+    problem = plugin.incompatibility()
+    print(f"result         {problem or 'usable'}")
+    return problem is None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; the exit status is 0 when all is well, 1 otherwise."""
+    parser = argparse.ArgumentParser(prog="python -m vllm_ppbalance", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    config = commands.add_parser("config", help="effective settings and where each came from")
+    config.add_argument("--markdown", action="store_true", help="the README's settings table")
+    config.add_argument(
+        "--additional-config", default="{}", help="the JSON given to `vllm serve`, if any"
+    )
+    commands.add_parser("check", help="installed vLLM, and whether each seam we use is there")
+    arguments = parser.parse_args(argv)
+    if arguments.command == "check":
+        return 0 if print_check() else 1
+    if arguments.markdown:
+        print(markdown_table())
+        return 0
+    try:
+        print_config(load_settings(json.loads(arguments.additional_config), os.environ))
+    except (SettingsError, json.JSONDecodeError) as error:
+        print(f"ppbalance: wrong setting: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Keeps the pipeline's decodes by cohort: ready now, in flight, or held until a later step.
+
+Works on request ids with set operations only, so that its cost per step stays at microseconds.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
+
+from vllm_ppbalance.state import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A micro-batch in flight with the requests that will ask to decode after it."""
+
+    batch: MicroBatch
+    next_decodes: Set[str]
+
+
+class Cohorts:
+    """Which decodes could run in the next micro-batch, and where all the others are.
+
+    `by_step` tells when a decode may run again: pp_size steps after it last ran (asynchronous
+    scheduling, Model Runner V2), or as soon as its micro-batch is complete (synchronous).
+    """
+
+    def __init__(self, pp_size: int, *, by_step: bool) -> None:
+        self.pp_size = pp_size
+        self.ready: set[str] = set()
+        self.parked: dict[int, set[str]] = {}  # step of return -> held decodes
+        self.holds_in_a_row: dict[str, int] = {}
+        self.recent: deque[MicroBatch] = deque(maxlen=pp_size)
+        self._by_step = by_step
+        self._in_flight: deque[Flight] = deque()
+        self._preempted: set[str] = set()
+
+    def begin_step(self, step: int, known: Set[str], finished: Iterable[str]) -> None:
+        """Bring `ready` up to date for `step`.
+
+        `known` holds the ids of all unfinished requests, `finished` those gone since the last step.
+        """
+        self._forget(finished)
+        if self._by_step:
+            while self._in_flight and self._in_flight[0].batch.step <= step - self.pp_size:
+                self._land(self._in_flight.popleft(), known)
+        for due in [due for due in self.parked if due <= step]:
+            self.ready |= self.parked.pop(due)
+
+    def scheduled(self, flight: Flight, ran: Set[str]) -> None:
+        """Note a non-empty micro-batch; `ran` holds the ids of all its rows."""
+        self._preempted -= ran
+        self.ready -= ran
+        for request_id in self.holds_in_a_row.keys() & ran:
+            del self.holds_in_a_row[request_id]
+        self._in_flight.append(flight)
+        self.recent.append(flight.batch)
+
+    def completed(self, step: int, known: Set[str]) -> None:
+        """Note that micro-batch `step` came out of the last stage."""
+        if not self._by_step:
+            while self._in_flight and self._in_flight[0].batch.step <= step:
+                self._land(self._in_flight.popleft(), known)
+
+    def hold(self, holds: Mapping[str, int], step: int) -> None:
+        """Park ready decodes, each for its number of steps from `step` on."""
+        for request_id, steps in holds.items():
+            self.ready.discard(request_id)
+            self.parked.setdefault(step + steps, set()).add(request_id)
+            self.holds_in_a_row[request_id] = self.holds_in_a_row.get(request_id, 0) + steps
+
+    def preempted(self, request_id: str) -> bool:
+        """Forget a request that lost its KV blocks; True if it was being held."""
+        self._preempted.add(request_id)
+        self.ready.discard(request_id)
+        self.holds_in_a_row.pop(request_id, None)
+        held = False
+        for parked in self.parked.values():
+            held |= request_id in parked
+            parked.discard(request_id)
+        return held
+
+    def in_flight(self, step: int) -> list[MicroBatch]:
+        """The other cohorts' micro-batches at the time `step` is formed, oldest first."""
+        oldest = step - self.pp_size + 1
+        return [flight.batch for flight in self._in_flight if flight.batch.step >= oldest]
+
+    def parked_counts(self) -> dict[int, int]:
+        """Held decodes by the step they return at."""
+        return {step: len(ids) for step, ids in self.parked.items() if ids}
+
+    def _land(self, flight: Flight, known: Set[str]) -> None:
+        self.ready |= (known & flight.next_decodes) - self._preempted
+
+    def _forget(self, finished: Iterable[str]) -> None:
+        gone = set(finished)
+        if not gone:
+            return
+        self.ready -= gone
+        self._preempted -= gone
+        for parked in self.parked.values():
+            parked -= gone
+        for request_id in self.holds_in_a_row.keys() & gone:
+            del self.holds_in_a_row[request_id]

