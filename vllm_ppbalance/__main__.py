@@ -79,7 +79,7 @@ def _bounds(node: dict[str, Any]) -> str:
     if node.get("exclusiveMinimum") is not None:
         parts.append(f"over {node['exclusiveMinimum']:g}, to {high:g}")
     elif low is not None:
-        parts.append(f"{low:g} to {high:g}")
+        parts.append(f"{low} to {high}")
     return " or ".join(part for part in parts if part)
 
 

@@ -15,7 +15,7 @@ class Flight:
     """A micro-batch in flight with the requests that will ask to decode after it."""
 
     batch: MicroBatch
-    next_decodes: Set[str]
+    next_decodes: set[str]  # shrinks as requests finish or lose their KV blocks in flight
 
 
 class Cohorts:
@@ -33,34 +33,30 @@ class Cohorts:
         self.recent: deque[MicroBatch] = deque(maxlen=pp_size)
         self._by_step = by_step
         self._in_flight: deque[Flight] = deque()
-        self._preempted: set[str] = set()
 
-    def begin_step(self, step: int, known: Set[str], finished: Iterable[str]) -> None:
-        """Bring `ready` up to date for `step`.
-
-        `known` holds the ids of all unfinished requests, `finished` those gone since the last step.
-        """
-        self._forget(finished)
+    def begin_step(self, step: int, finished: Iterable[str]) -> None:
+        """Bring `ready` up to date for `step`; `finished` are the requests gone since the last."""
+        for request_id in finished:
+            self.forget(request_id)
         if self._by_step:
             while self._in_flight and self._in_flight[0].batch.step <= step - self.pp_size:
-                self._land(self._in_flight.popleft(), known)
+                self.ready |= self._in_flight.popleft().next_decodes
         for due in [due for due in self.parked if due <= step]:
             self.ready |= self.parked.pop(due)
 
     def scheduled(self, flight: Flight, ran: Set[str]) -> None:
         """Note a non-empty micro-batch; `ran` holds the ids of all its rows."""
-        self._preempted -= ran
         self.ready -= ran
         for request_id in self.holds_in_a_row.keys() & ran:
             del self.holds_in_a_row[request_id]
         self._in_flight.append(flight)
         self.recent.append(flight.batch)
 
-    def completed(self, step: int, known: Set[str]) -> None:
+    def completed(self, step: int) -> None:
         """Note that micro-batch `step` came out of the last stage."""
         if not self._by_step:
             while self._in_flight and self._in_flight[0].batch.step <= step:
-                self._land(self._in_flight.popleft(), known)
+                self.ready |= self._in_flight.popleft().next_decodes
 
     def hold(self, holds: Mapping[str, int], step: int) -> None:
         """Park ready decodes, each for its number of steps from `step` on."""
@@ -69,11 +65,12 @@ class Cohorts:
             self.parked.setdefault(step + steps, set()).add(request_id)
             self.holds_in_a_row[request_id] = self.holds_in_a_row.get(request_id, 0) + steps
 
-    def preempted(self, request_id: str) -> bool:
-        """Forget a request that lost its KV blocks; True if it was being held."""
-        self._preempted.add(request_id)
+    def forget(self, request_id: str) -> bool:
+        """Drop a request that finished or lost its KV blocks; True if it was being held."""
         self.ready.discard(request_id)
         self.holds_in_a_row.pop(request_id, None)
+        for flight in self._in_flight:
+            flight.next_decodes.discard(request_id)
         held = False
         for parked in self.parked.values():
             held |= request_id in parked
@@ -88,17 +85,3 @@ class Cohorts:
     def parked_counts(self) -> dict[int, int]:
         """Held decodes by the step they return at."""
         return {step: len(ids) for step, ids in self.parked.items() if ids}
-
-    def _land(self, flight: Flight, known: Set[str]) -> None:
-        self.ready |= (known & flight.next_decodes) - self._preempted
-
-    def _forget(self, finished: Iterable[str]) -> None:
-        gone = set(finished)
-        if not gone:
-            return
-        self.ready -= gone
-        self._preempted -= gone
-        for parked in self.parked.values():
-            parked -= gone
-        for request_id in self.holds_in_a_row.keys() & gone:
-            del self.holds_in_a_row[request_id]

@@ -20,7 +20,7 @@ def knob(default: Any, unit: str, text: str, published: str = "", **bounds: Any)
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
 
 
 class ChunkSettings(_Section):

@@ -95,7 +95,7 @@ class PPBalanceMixin:
         if self.finished_req_ids:
             self._prefilling -= self.finished_req_ids
             own.timer.forget(self.finished_req_ids)
-        own.cohorts.begin_step(step, self.requests.keys(), self.finished_req_ids)
+        own.cohorts.begin_step(step, self.finished_req_ids)
         if not step % RESYNC_STEPS:
             own.cohorts.ready.intersection_update(r.request_id for r in self.running)
         decision = own.decide(self._state(step))
@@ -202,11 +202,11 @@ class PPBalanceMixin:
             requests = (self.requests.get(request_id) for request_id in step.firsts)
             ttfts = {r.request_id: wall_s - r.arrival_time for r in requests if r is not None}
             own.timer.first_tokens(ttfts, now_s)
-        own.cohorts.completed(step.step, self.requests.keys())
+        own.cohorts.completed(step.step)
 
     def _forget_preempted(self, request: Any) -> None:
         self._prefilling.discard(request.request_id)
-        if self.ppbalance.cohorts.preempted(request.request_id):
+        if self.ppbalance.cohorts.forget(request.request_id):
             # The RUNNING loop would hold its next prompt chunks back as well.
             request.next_decode_eligible_step = self.current_step
 

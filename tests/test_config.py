@@ -1,0 +1,133 @@
+"""Settings: sources, precedence, and errors that name knob, value, bound and source."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_ppbalance.__main__ import knobs, main, markdown_table
+from vllm_ppbalance.config import Settings
+from vllm_ppbalance.sources import SettingsError, load_settings
+
+README = Path(__file__).parent.parent / "README.md"
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+
+
+def test_defaults_are_the_published_ones():
+    settings = load_settings(None, {}).settings
+    assert (settings.slo_ttft, settings.slo_tpot) == (2.0, 0.2)
+    chunk = settings.chunk
+    assert (chunk.greedy_min_chunk, chunk.greedy_base_chunk, chunk.greedy_max_chunk) == (
+        128,
+        128,
+        2048,
+    )
+    ratios = (chunk.tpot_violation_ratio, chunk.ttft_low_ratio, chunk.ttft_high_ratio)
+    assert (*ratios, chunk.tpot_safe_ratio, chunk.kv_free_threshold) == (1.08, 0.1, 0.3, 0.85, 0.1)
+    assert settings.rebalance.delay_threshold == 4
+
+
+def test_the_first_source_wins_knob_by_knob(tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("slo_ttft: 9\nslo_tpot: 0.9\nchunk:\n  strategy: fixed\n  fixed_tokens: 77\n")
+    environ = {
+        "PPBALANCE": "1",
+        "PPBALANCE_CONFIG": str(file),
+        "PPBALANCE_SLO_TPOT": "0.5",
+        "PPBALANCE_CHUNK__STRATEGY": "greedy",
+    }
+    loaded = load_settings({"ppbalance": {"chunk": {"strategy": "fixed"}}}, environ)
+    assert loaded.settings.slo_ttft == 9
+    assert loaded.settings.slo_tpot == 0.5
+    assert loaded.settings.chunk.strategy == "fixed"
+    assert loaded.settings.chunk.fixed_tokens == 77
+    assert loaded.source_of("slo_ttft") == str(file)
+    assert loaded.source_of("slo_tpot") == "PPBALANCE_SLO_TPOT"
+    assert loaded.source_of("chunk.strategy") == "--additional-config"
+    assert loaded.source_of("rebalance.strategy") == "default"
+
+
+def test_other_plugins_settings_are_not_ours():
+    loaded = load_settings({"ascend": {"graph": True}}, {"PATH": "/bin", "VLLM_X": "1"})
+    assert loaded.settings == Settings()
+
+
+@pytest.mark.parametrize(
+    ("additional", "environ", "words"),
+    [
+        ({"slo_ttft": -1}, {}, ["slo_ttft", "-1", "greater than 0", "--additional-config"]),
+        ({"slo_ttft": True}, {}, ["slo_ttft", "True", "number"]),
+        ({"slow": 1}, {}, ["slow", "no such setting", "slo_ttft"]),
+        ({"chunk": {"stratgy": "fixed"}}, {}, ["chunk.stratgy", "no such setting", "strategy"]),
+        ({"chunk": 5}, {}, ["chunk", "5", "--additional-config"]),
+        ({"slo_tpot": {}}, {}, ["slo_tpot", "{}"]),
+        ({}, {"PPBALANCE_CHUNK__STRATEGY": "magic"}, ["chunk.strategy", "magic", "greedy"]),
+        ({}, {"PPBALANCE_SLO_TPOT": "nan"}, ["slo_tpot", "nan", "PPBALANCE_SLO_TPOT"]),
+        ({}, {"PPBALANCE_SLO_TPOT": "1e400"}, ["slo_tpot", "inf", "PPBALANCE_SLO_TPOT"]),
+        ({}, {"PPBALANCE_CHUNK__GREEDY_MIN_CHUNK": "0"}, ["greedy_min_chunk", "0", "1"]),
+        ({}, {"PPBALANCE_CHUNK__GREEDY_MIN_CHUNK": "9000"}, ["greedy_min_chunk = 9000", "2048"]),
+        ({}, {"PPBALANCE_CONFIG": "/nowhere/x.yaml"}, ["PPBALANCE_CONFIG", "/nowhere/x.yaml"]),
+        ({}, {"PPBALANCE_CHUNK": "3", "PPBALANCE_CHUNK__STRATEGY": "fixed"}, ["chunk"]),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value_and_bound(additional, environ, words):
+    with pytest.raises(SettingsError) as caught:
+        load_settings({"ppbalance": additional}, environ)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "\t", "x"])
+def test_a_file_that_is_no_mapping_is_refused_by_name(tmp_path, text):
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match=re.escape(str(file))):
+        load_settings(None, {"PPBALANCE_CONFIG": str(file)})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=8,
+)
+NAMES = st.sampled_from(["slo_ttft", "slo_tpot", "chunk", "rebalance", "strategy", "other"])
+
+
+@given(st.dictionaries(NAMES, st.dictionaries(NAMES, JSON, max_size=3) | JSON, max_size=4))
+def test_any_json_either_loads_or_is_a_settings_error(tree):
+    try:
+        loaded = load_settings({"ppbalance": tree}, {})
+    except SettingsError:
+        return
+    assert loaded.settings.slo_ttft > 0
+
+
+def test_every_knob_says_what_it_means_and_its_unit():
+    for name, field in knobs():
+        assert field.description, name
+        assert "unit" in field.json_schema_extra, name
+
+
+def test_the_readme_holds_the_table_of_all_settings():
+    assert markdown_table() in README.read_text(encoding="utf-8")
+
+
+def test_ready_files_load():
+    assert {file.stem for file in CONFIGS} >= {"fixed", "greedy", "decode_balance", "long_context"}
+    for file in CONFIGS:
+        load_settings(None, {"PPBALANCE_CONFIG": str(file)})
+
+
+def test_config_prints_values_with_their_sources(capsys, monkeypatch):
+    monkeypatch.setenv("PPBALANCE_SLO_TTFT", "3.5")
+    assert main(["config"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(list(knobs()))
+    assert lines[0].split() == ["slo_ttft", "3.5", "PPBALANCE_SLO_TTFT"]
+
+
+def test_config_says_what_is_wrong_and_fails(capsys):
+    assert main(["config", "--additional-config", '{"ppbalance": {"slo_ttft": 0}}']) == 1
+    assert "slo_ttft = 0" in capsys.readouterr().err
