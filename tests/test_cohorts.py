@@ -8,7 +8,7 @@ from vllm_ppbalance.state import MicroBatch
 
 
 def run(cohorts, step, ids):
-    batch = MicroBatch(step, len(ids), len(ids), len(ids), 0, len(ids))
+    batch = MicroBatch(step, len(ids), len(ids), len(ids), 100 * len(ids), (), len(ids))
     cohorts.scheduled(Flight(batch, set(ids)), set(ids))
 
 

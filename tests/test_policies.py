@@ -12,7 +12,8 @@ from vllm_ppbalance.state import Decode, LatencyTotals, MicroBatch, PipelineStat
 
 def batch(step, decodes, prefill_tokens=0):
     requests = decodes + bool(prefill_tokens)
-    return MicroBatch(step, requests, decodes, decodes, prefill_tokens, decodes)
+    prefills = ((prefill_tokens, 0),) if prefill_tokens else ()
+    return MicroBatch(step, requests, decodes, decodes, 100 * decodes, prefills, decodes)
 
 
 def pipeline(cohorts, step=100, **fields):

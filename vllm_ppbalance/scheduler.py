@@ -171,14 +171,18 @@ class PPBalanceMixin:
         own.timer.scheduled(Step(output, self.current_step, decodes, firsts))
         if not tokens:
             return
-        prefill_tokens = sum(map(tokens.__getitem__, prompts))
+        prefills = {r: self.requests[r].num_computed_tokens - tokens[r] for r in prompts}
+        cached = output.scheduled_cached_reqs
+        chunked = prefills.keys() - {new.req_id for new in output.scheduled_new_reqs}
+        context = sum(cached.num_computed_tokens) - sum(map(prefills.__getitem__, chunked))
         next_decodes = ran - unfinished if unfinished else set(ran)
         batch = MicroBatch(
             step=self.current_step,
             num_requests=len(tokens),
             num_decodes=len(decodes),
-            decode_tokens=output.total_num_scheduled_tokens - prefill_tokens,
-            prefill_tokens=prefill_tokens,
+            decode_tokens=output.total_num_scheduled_tokens - sum(map(tokens.__getitem__, prompts)),
+            decode_context=context,
+            prefills=tuple((tokens[r], prefix) for r, prefix in prefills.items()),
             next_decodes=len(next_decodes),
         )
         own.cohorts.scheduled(Flight(batch, next_decodes), set(ran))

@@ -77,8 +77,14 @@ class MicroBatch:
     num_requests: int
     num_decodes: int  # rows that are established decodes
     decode_tokens: int  # their tokens: more than num_decodes with draft tokens
-    prefill_tokens: int
+    decode_context: int  # tokens whose keys and values the decodes read, summed
+    prefills: tuple[tuple[int, int], ...]  # (new tokens, tokens before them) of each prompt chunk
     next_decodes: int  # rows that will ask to decode when this batch is done
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens in the micro-batch."""
+        return sum(new for new, _ in self.prefills)
 
     @property
     def num_tokens(self) -> int:
