@@ -1,5 +1,6 @@
 """Starts a real `vllm serve` on the CPU, waits for it with a limit, and always stops it."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -59,6 +60,18 @@ def cpu_environment(pp_size: int) -> dict[str, str]:
 def tail(log: Path, lines: int = 30) -> str:
     """The end of a log file, or a word when there is none."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) or "(empty log)"
+
+
+def stop_group(process: "subprocess.Popen[bytes]") -> None:
+    """Ends a process that leads its own session, and every process it started."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_LIMIT_S)
+    # Workers share the process group and may outlive their parent.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(STOP_LIMIT_S)
 
 
 @dataclass
@@ -141,17 +154,6 @@ class LiveServer:
 
     def stop(self) -> None:
         """Ends the server and every process it started."""
-        if self.process is None:
-            return
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(STOP_LIMIT_S)
-            except subprocess.TimeoutExpired:
-                pass
-        try:  # The workers share the server's process group and may outlive it.
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self.process.wait(STOP_LIMIT_S)
-        self.process = None
+        if self.process is not None:
+            stop_group(self.process)
+            self.process = None

@@ -7,10 +7,11 @@ is named by BENCH_STEPS.
 import json
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 
-def _stock_class(config: Any) -> type:
+def _stock_class(config: Any) -> Any:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -18,7 +19,7 @@ def _stock_class(config: Any) -> type:
 
 
 def _row(scheduler: Any, output: Any) -> dict[str, Any]:
-    """What one micro-batch carries; `budget` is the token limit it was filled under."""
+    """What one micro-batch carries."""
     decodes = prefills = prefill_tokens = 0
     for request_id, tokens in output.num_scheduled_tokens.items():
         request = scheduler.requests[request_id]
@@ -36,19 +37,21 @@ def _row(scheduler: Any, output: Any) -> dict[str, Any]:
         "prefill_tokens": prefill_tokens,
         "running": len(scheduler.running),
         "waiting": len(scheduler.waiting),
-        "budget": scheduler.max_num_scheduled_tokens,
     }
 
 
-def _observe(scheduler: Any) -> Any:
-    """Wraps `schedule()` of this one scheduler; what it returns passes through untouched."""
+def observe(scheduler: Any, extra: Callable[[], dict[str, Any]] = dict) -> Any:
+    """Wraps `schedule()` of this one scheduler; what it returns passes through untouched.
+
+    `extra` gives further fields for each row.
+    """
     steps = open(os.environ["BENCH_STEPS"], "a", buffering=1)  # noqa: SIM115 - as long as the engine
     schedule = scheduler.schedule
 
     def observed(*args: Any, **kwargs: Any) -> Any:
         output = schedule(*args, **kwargs)
         if output.total_num_scheduled_tokens:
-            steps.write(json.dumps(_row(scheduler, output)) + "\n")
+            steps.write(json.dumps(_row(scheduler, output) | extra()) + "\n")
         return output
 
     scheduler.schedule = observed
@@ -60,7 +63,7 @@ class StockScheduler:
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         """Makes the class vLLM would have chosen for this configuration."""
-        return _observe(_stock_class(vllm_config)(vllm_config, *args, **kwargs))
+        return observe(_stock_class(vllm_config)(vllm_config, *args, **kwargs))
 
 
 class ObservedScheduler:
@@ -70,4 +73,4 @@ class ObservedScheduler:
         """Makes `vllm_ppbalance.Scheduler` with the same arguments."""
         from vllm_ppbalance import Scheduler
 
-        return _observe(Scheduler(vllm_config, *args, **kwargs))
+        return observe(Scheduler(vllm_config, *args, **kwargs))

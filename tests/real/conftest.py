@@ -1,0 +1,39 @@
+"""One tiny model and one stock vLLM run, whose tokens every other real run must repeat."""
+
+from pathlib import Path
+
+import pytest
+from real_runs import Reference
+
+from bench.greedy_check import complete_all, greedy_requests
+from bench.live_server import ROOT, LiveServer
+from bench.tiny_model import make
+
+NUM_REQUESTS = 32
+# The schedulers of these tests are imported by name inside the engine.
+PYTHONPATH = f"{ROOT}:{Path(__file__).parent}"
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Stock vLLM at PP=4, the plugin installed but not asked for."""
+    requests = greedy_requests(NUM_REQUESTS)
+    log = tmp_path_factory.mktemp("stock") / "server.log"
+    with LiveServer(model, 4, log) as server:
+        tokens = complete_all(server.url, str(model), requests)
+    return Reference(requests, tokens, log.read_text(errors="replace"))
+
+
+@pytest.fixture
+def switching(tmp_path: Path) -> dict[str, str]:
+    """Environment of an engine that runs the switching scheduler."""
+    return {
+        "PYTHONPATH": PYTHONPATH,
+        "SWITCH_FILE": str(tmp_path / "switch.json"),
+        "BENCH_STEPS": str(tmp_path / "steps.jsonl"),
+    }

@@ -1,0 +1,46 @@
+"""`vllm.LLM` on the CPU at PP=2, its engine core in a spawned process."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from real_runs import Reference, check_rows, combinations
+
+from bench.greedy_check import first_difference
+from bench.live_server import ROOT, cpu_environment, stop_group, tail
+
+pytestmark = pytest.mark.real_vllm
+SCRIPT = Path(__file__).parent / "llm_script.py"
+LIMIT_S = 400
+
+
+def test_every_policy_gives_the_tokens_of_stock(
+    model: Path, reference: Reference, switching: dict[str, str], tmp_path: Path
+) -> None:
+    requests = tmp_path / "requests.json"
+    requests.write_text(
+        json.dumps([{"prompt": r.prompt, "max_tokens": r.max_tokens} for r in reference.requests])
+    )
+    log, results = tmp_path / "llm.log", tmp_path / "results.json"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(model), str(requests), str(results)],
+            cwd=ROOT,
+            env=cpu_environment(2) | switching,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(LIMIT_S)
+        finally:
+            stop_group(process)
+    assert code == 0, tail(log)
+    tokens = json.loads(results.read_text())
+    for name, _ in combinations():
+        assert first_difference(tokens[name], reference.tokens) is None, name
+    check_rows(Path(switching["BENCH_STEPS"]))
+    assert "ppbalance failed" not in log.read_text(errors="replace")
