@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         print_config(load_settings(json.loads(arguments.additional_config), os.environ))
     except (SettingsError, json.JSONDecodeError) as error:
-        print(f"ppbalance: wrong setting: {error}", file=sys.stderr)
+        print(f"ppbalance: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -61,14 +61,32 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = original(self, *args, **kwargs)
-        scheduler_config = config.scheduler_config
-        if scheduler_config.scheduler_cls is None and enabled(os.environ):
-            scheduler_config.scheduler_cls = SCHEDULER_CLS
-        if scheduler_config.scheduler_cls in (SCHEDULER_CLS, Scheduler):
-            _load_or_exit(config, served=_is_server(args, kwargs))
+        try:
+            _prepare(config)
+        except (SettingsError, Incompatible) as error:
+            if not _is_server(args, kwargs):
+                raise
+            # `vllm serve` gets one line instead of a traceback.
+            raise SystemExit(f"ppbalance: {error}") from None
         return config
 
     return create_engine_config
+
+
+def _prepare(config: Any) -> None:
+    scheduler_config = config.scheduler_config
+    if scheduler_config.scheduler_cls is None and enabled(os.environ):
+        scheduler_config.scheduler_cls = SCHEDULER_CLS
+    if scheduler_config.scheduler_cls not in (SCHEDULER_CLS, Scheduler):
+        return
+    load_settings(_additional_config(config), os.environ)
+    if strict() and (problem := incompatibility()):
+        raise Incompatible(f"{problem} (PPBALANCE_STRICT=1)")
+
+
+def strict() -> bool:
+    """Whether PPBALANCE_STRICT=1 makes an unusable vLLM an error."""
+    return os.environ.get("PPBALANCE_STRICT", "0") == "1"
 
 
 def enabled(environ: Any) -> bool:
@@ -84,16 +102,6 @@ def enabled(environ: Any) -> bool:
 def _is_server(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     context = kwargs.get("usage_context", args[0] if args else None)
     return getattr(context, "name", "") == "OPENAI_API_SERVER"
-
-
-def _load_or_exit(config: Any, *, served: bool) -> None:
-    """Check the settings; `vllm serve` gets one line instead of a traceback."""
-    try:
-        load_settings(_additional_config(config), os.environ)
-    except SettingsError as error:
-        if not served:
-            raise
-        raise SystemExit(f"ppbalance: wrong setting: {error}") from None
 
 
 def _additional_config(config: Any) -> dict[str, Any] | None:
@@ -142,8 +150,8 @@ def _usable(vllm_config: Any) -> bool:
         problem = problem or "diffusion models have no decodes to balance"
     if problem is None:
         return True
-    if os.environ.get("PPBALANCE_STRICT", "0") == "1":
-        raise Incompatible(f"ppbalance: {problem} (PPBALANCE_STRICT=1)")
+    if strict():
+        raise Incompatible(f"{problem} (PPBALANCE_STRICT=1)")
     logger.warning("ppbalance is off, vLLM's own scheduler is used: %s.", problem)
     return False
 

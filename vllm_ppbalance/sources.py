@@ -63,7 +63,7 @@ def load_settings(
     try:
         return LoadedSettings(Settings.model_validate(nested), names)
     except ValidationError as error:
-        raise SettingsError(_explain(error, names)) from None
+        raise SettingsError(f"wrong setting: {_explain(error, names)}") from None
 
 
 def _trees(

@@ -1,0 +1,339 @@
+"""Our scheduler in front of vLLM's real ones, in virtual time."""
+
+import random
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from bench.engine import RequestSpec
+from tests.worlds import ASYNC, MODES, SYNC, batch_of, serve, settings
+
+pytestmark = pytest.mark.scheduler
+
+REBALANCE = ["off", "even_share", "threshold"]
+CHUNKS = [{"chunk": "fixed"}, {"chunk": "fixed", "fixed_tokens": 64}, {"chunk": "greedy"}]
+each_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+
+
+def mixed_load(seed, count=60, rate=60.0):
+    """Random prompts, outputs and arrivals; some requests are aborted."""
+    rng = random.Random(seed)
+    now = 0.0
+    requests = []
+    for i in range(count):
+        now += rng.expovariate(rate)
+        abort_s = now + rng.uniform(0.01, 1.0) if rng.random() < 0.1 else None
+        prompt, output = rng.randint(1, 400), rng.randint(1, 60)
+        requests.append(RequestSpec(f"r{i}", now, prompt, output, abort_s=abort_s))
+    return requests
+
+
+def settled(ran, pp_size, skip=8):
+    """Decodes per micro-batch once the prompts are done, whole rounds of the middle."""
+    decodes = ran.decodes[skip * pp_size : (skip + 4) * pp_size]
+    return decodes
+
+
+@each_mode
+def test_class_and_instance(mode):
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    ran = serve(batch_of(1), pp_size=2, **mode)
+    assert isinstance(ran.scheduler, Scheduler)
+    assert isinstance(ran.scheduler, AsyncScheduler) == mode["async_scheduling"]
+    assert not ran.scheduler.ppbalance_failed
+
+
+@each_mode
+def test_sixteen_decodes_spread_over_four_micro_batches(mode):
+    stock = serve(batch_of(16), stock=True, pp_size=4, **mode)
+    ours = serve(
+        batch_of(16), pp_size=4, additional_config=settings(rebalance="even_share"), **mode
+    )
+    assert sorted(settled(stock, 4)) == [0] * 12 + [16] * 4
+    assert settled(ours, 4) == [4] * 16
+    assert ours.tokens == stock.tokens
+
+
+@each_mode
+def test_sixteen_requests_at_two_stages_go_eight_and_eight(mode):
+    ours = serve(
+        batch_of(16), pp_size=2, additional_config=settings(rebalance="even_share"), **mode
+    )
+    assert settled(ours, 2) == [8] * 8
+
+
+def uneven_arrivals():
+    """Four groups whose prompts end in four different micro-batches: 12, 16, 11 and 9."""
+    groups = zip((12, 16, 11, 9), "abcd", strict=True)
+    return [
+        spec
+        for i, (count, name) in enumerate(groups)
+        for spec in batch_of(count, prompt=8, max_tokens=60, arrival_s=i * 5.5e-3, prefix=name)
+    ]
+
+
+@each_mode
+@pytest.mark.parametrize(("rebalance", "spread"), [("even_share", 0), ("threshold", 3)])
+def test_uneven_cohorts_converge(mode, rebalance, spread):
+    stock = serve(uneven_arrivals(), stock=True, pp_size=4, **mode)
+    before = stock.decodes[24:28]
+    ours = serve(
+        uneven_arrivals(), pp_size=4, additional_config=settings(rebalance=rebalance), **mode
+    )
+    after = ours.decodes[40:44]
+    assert max(before) - min(before) >= 5
+    assert sum(after) == 48
+    assert max(after) - min(after) <= spread
+    assert ours.tokens == stock.tokens
+
+
+@each_mode
+def test_a_request_alone_is_never_held(mode):
+    for rebalance in REBALANCE:
+        stock = serve(batch_of(1), stock=True, pp_size=4, **mode)
+        ours = serve(
+            batch_of(1), pp_size=4, additional_config=settings(rebalance=rebalance), **mode
+        )
+        assert ours.rows == stock.rows
+        assert ours.result.end_s == stock.result.end_s
+
+
+@each_mode
+def test_a_prefill_burst_beside_decodes_takes_no_more_steps_than_stock(mode):
+    requests = batch_of(16, max_tokens=80) + batch_of(64, prompt=300, arrival_s=0.2, prefix="burst")
+
+    def steps_to_last_prompt(**options):
+        ran = serve(requests, pp_size=4, max_num_batched_tokens=1024, **options, **mode)
+        prompts = [i for i, step in enumerate(ran.result.steps) if step.shape.prefills]
+        return prompts[-1], ran.tokens
+
+    stock_steps, stock_tokens = steps_to_last_prompt(stock=True)
+    for rebalance in REBALANCE:
+        steps, tokens = steps_to_last_prompt(additional_config=settings(rebalance=rebalance))
+        assert steps <= stock_steps
+        assert tokens == stock_tokens
+
+
+@each_mode
+@pytest.mark.parametrize("pp_size", [2, 4])
+@pytest.mark.parametrize("rebalance", REBALANCE)
+@pytest.mark.parametrize("chunk", CHUNKS, ids=str)
+def test_tokens_are_those_of_stock_and_nothing_is_left_behind(mode, pp_size, rebalance, chunk):
+    options = {"pp_size": pp_size, "max_num_batched_tokens": 512, **mode}
+    stock = serve(mixed_load(1), stock=True, **options)
+    ours = serve(mixed_load(1), additional_config=settings(rebalance=rebalance, **chunk), **options)
+    assert not ours.scheduler.ppbalance_failed
+    finished = {n for n, r in stock.result.requests.items() if r.finished and not r.aborted}
+    for name in finished:
+        record = ours.result.requests[name]
+        assert record.finished
+        if not record.aborted:
+            assert ours.tokens[name] == stock.tokens[name]
+    own = ours.scheduler.ppbalance
+    assert not own.cohorts.holds_in_a_row
+    assert not any(own.cohorts.parked.values())
+    assert not own.timer.last_token_s.keys() - ours.scheduler.finished_req_ids
+    assert not ours.scheduler._prefilling - ours.scheduler.finished_req_ids
+
+
+@each_mode
+def test_nobody_is_held_for_a_whole_round_and_never_everybody(mode):
+    for rebalance in ("even_share", "threshold"):
+        ran = serve(
+            mixed_load(2, count=80),
+            pp_size=4,
+            additional_config=settings(rebalance=rebalance),
+            **mode,
+        )
+        in_a_row: dict[str, int] = {}
+        for held, rows in zip(ran.held, ran.rows, strict=True):
+            in_a_row = {name: in_a_row.get(name, 0) + 1 for name in held}
+            assert max(in_a_row.values(), default=0) <= 3
+            assert rows or not held
+            assert not held & rows.keys()
+
+
+@each_mode
+def test_abort_of_a_held_request(mode):
+    requests = batch_of(16, max_tokens=60)
+    first = serve(requests, pp_size=4, additional_config=settings(rebalance="even_share"), **mode)
+    step = next(i for i, held in enumerate(first.held) if held)
+    victim = min(first.held[step])
+    at_s = first.result.steps[step].schedule_s + 1e-6
+    requests = [
+        RequestSpec(r.request_id, 0.0, 8, 60, abort_s=at_s if r.request_id == victim else None)
+        for r in requests
+    ]
+    ours = serve(requests, pp_size=4, additional_config=settings(rebalance="even_share"), **mode)
+    assert ours.held[step] == first.held[step]
+    assert ours.result.requests[victim].aborted
+    others = [r for name, r in ours.result.requests.items() if name != victim]
+    assert all(r.finished and r.num_tokens == 60 for r in others)
+    assert victim not in ours.scheduler.ppbalance.cohorts.holds_in_a_row
+
+
+@each_mode
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_short_kv_preempts_no_more_than_stock(mode, policy):
+    requests = [RequestSpec(f"r{i}", 0.001 * i, 20, 60, priority=i % 3) for i in range(24)]
+    options = {"pp_size": 4, "num_gpu_blocks": 60, "policy": policy, **mode}
+    stock = serve(requests, stock=True, **options)
+    assert stock.preemptions > 0
+    for rebalance in REBALANCE:
+        ours = serve(requests, additional_config=settings(rebalance=rebalance), **options)
+        assert ours.tokens == stock.tokens
+        assert not ours.scheduler.ppbalance_failed
+        assert ours.preemptions <= stock.preemptions
+
+
+@each_mode
+def test_structured_output(mode):
+    requests = [RequestSpec(f"r{i}", 0.0, 8, 20, structured=i % 2 == 0) for i in range(12)]
+    options = {"pp_size": 2, "structured_outputs": True, **mode}
+    stock = serve(requests, stock=True, **options)
+    ours = serve(requests, additional_config=settings(rebalance="even_share"), **options)
+    assert ours.tokens == stock.tokens
+    assert any(ours.held)
+
+
+@each_mode
+def test_lora(mode):
+    requests = [RequestSpec(f"r{i}", 0.0, 8, 30, lora_id=i % 3) for i in range(18)]
+    options = {"pp_size": 2, "max_loras": 2, **mode}
+    stock = serve(requests, stock=True, **options)
+    ours = serve(requests, additional_config=settings(rebalance="even_share"), **options)
+    assert ours.tokens == stock.tokens
+
+
+@each_mode
+def test_prefix_cache_hits(mode):
+    shared = list(range(10, 330))
+    requests = [RequestSpec(f"r{i}", 0.05 * i, [*shared, 400 + i], 30) for i in range(12)]
+    options = {"pp_size": 4, "prefix_caching": True, "max_num_batched_tokens": 256, **mode}
+    stock = serve(requests, stock=True, **options)
+    for chunk in CHUNKS:
+        config = settings(rebalance="even_share", **chunk)
+        ours = serve(requests, additional_config=config, **options)
+        assert ours.tokens == stock.tokens
+        computed = sum(step.shape.prefill_tokens for step in ours.result.steps)
+        assert computed < 2 * len(shared)
+
+
+def test_ngram_speculation_sync():
+    requests = batch_of(12, max_tokens=60)
+    options = {"pp_size": 4, "num_draft_tokens": 3, **SYNC}
+    stock = serve(requests, stock=True, **options)
+    ours = serve(
+        requests,
+        additional_config=settings(rebalance="even_share", chunk="fixed", fixed_tokens=1),
+        **options,
+    )
+    assert ours.tokens == stock.tokens
+    assert any(ours.drafts)
+    for rows, drafts, held in zip(ours.rows, ours.drafts, ours.held, strict=True):
+        assert drafts.keys() <= rows.keys()
+        assert not held & drafts.keys()
+        assert all(token >= 0 for tokens in drafts.values() for token in tokens)
+
+
+@each_mode
+@pytest.mark.parametrize("strategy", ["fixed", "greedy"])
+def test_a_budget_of_one_token_still_lets_everybody_finish(mode, strategy):
+    knobs = {"fixed_tokens": 1} if strategy == "fixed" else {"greedy_min_chunk": 1}
+    ours = serve(
+        batch_of(8, prompt=30, max_tokens=20),
+        pp_size=4,
+        additional_config=settings(chunk=strategy, rebalance="even_share", **knobs),
+        **mode,
+    )
+    assert all(r.finished and r.num_tokens == 20 for r in ours.result.requests.values())
+
+
+def test_the_floor_respects_the_long_prefill_threshold():
+    ours = serve(
+        batch_of(4, prompt=300, max_tokens=5),
+        pp_size=2,
+        long_prefill_token_threshold=96,
+        additional_config=settings(chunk="fixed", fixed_tokens=8),
+        **SYNC,
+    )
+    assert max(sum(rows.values()) for rows in ours.rows) >= 96
+
+
+@each_mode
+def test_one_stage_is_stock(mode):
+    stock = serve(mixed_load(3), stock=True, **mode)
+    config = settings(chunk="greedy", rebalance="even_share")
+    ours = serve(mixed_load(3), additional_config=config, **mode)
+    assert type(ours.scheduler) is type(stock.scheduler)
+    assert ours.rows == stock.rows
+
+
+@each_mode
+def test_fixed_without_rebalancing_makes_stocks_schedules(mode):
+    stock = serve(mixed_load(4), stock=True, pp_size=4, **mode)
+    ours = serve(mixed_load(4), pp_size=4, additional_config=settings(), **mode)
+    assert ours.rows == stock.rows
+    assert ours.result.end_s == stock.result.end_s
+
+
+def test_schedule_passes_on_what_it_does_not_know():
+    """0.32 and later call schedule(throttle_prefills) positionally; 0.23 takes no argument."""
+    import inspect
+
+    from vllm.v1.core.sched.scheduler import Scheduler as Stock
+
+    ran = serve(batch_of(1, max_tokens=2), pp_size=2, **ASYNC)
+    seen = []
+    stock = type(ran.scheduler).__mro__[2]
+    original = stock.schedule
+
+    def schedule(self, *args, **kwargs):
+        seen.append((args, kwargs))
+        return original(self)
+
+    stock.schedule = schedule
+    try:
+        ran.scheduler.schedule(True)
+        ran.scheduler.schedule(throttle_prefills=True)
+    finally:
+        if "schedule" in stock.__dict__ and stock is not Stock:
+            del stock.schedule
+        else:
+            stock.schedule = original
+    assert seen == [((True,), {}), ((), {"throttle_prefills": True})]
+    assert inspect.isfunction(Stock.schedule)
+
+
+HOOKS = ["_before", "_after", "_observe", "_state", "_ready", "_forget_preempted"]
+
+
+@each_mode
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_failure_of_ours_is_logged_once_and_leaves_stock_scheduling(
+    mode, hook, monkeypatch, caplog
+):
+    from vllm_ppbalance.scheduler import PPBalanceMixin
+
+    requests = [RequestSpec(f"r{i}", 0.001 * i, 20, 60) for i in range(24)]
+    options = {"pp_size": 4, "num_gpu_blocks": 60, **mode}
+    stock = serve(requests, stock=True, **options)
+    original, calls = getattr(PPBalanceMixin, hook), []
+
+    def fails_later(self, *args):
+        calls.append(hook)
+        if len(calls) > 5:
+            raise RuntimeError("planted")
+        return original(self, *args)
+
+    monkeypatch.setattr(PPBalanceMixin, hook, fails_later)
+    monkeypatch.setattr("vllm_ppbalance.scheduler.logger.propagate", True)
+    with caplog.at_level("ERROR"):
+        ours = serve(requests, additional_config=settings(rebalance="even_share"), **options)
+    assert ours.scheduler.ppbalance_failed
+    assert len([r for r in caplog.records if "ppbalance failed" in r.message]) == 1
+    assert ours.tokens == stock.tokens
+    assert ours.scheduler.max_num_scheduled_tokens == 2048
