@@ -3,15 +3,13 @@
 from pathlib import Path
 
 import pytest
-from real_runs import Reference
 
 from bench.greedy_check import complete_all, greedy_requests
-from bench.live_server import ROOT, LiveServer
+from bench.live_server import LiveServer
 from bench.tiny_model import make
+from tests.real.real_runs import Reference
 
 NUM_REQUESTS = 32
-# The schedulers of these tests are imported by name inside the engine.
-PYTHONPATH = f"{ROOT}:{Path(__file__).parent}"
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +31,6 @@ def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Referenc
 def switching(tmp_path: Path) -> dict[str, str]:
     """Environment of an engine that runs the switching scheduler."""
     return {
-        "PYTHONPATH": PYTHONPATH,
         "SWITCH_FILE": str(tmp_path / "switch.json"),
         "BENCH_STEPS": str(tmp_path / "steps.jsonl"),
     }

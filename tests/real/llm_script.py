@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from real_runs import combinations, switch_to
+from tests.real.real_runs import combinations, switch_to
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
         dtype="float32",
         max_model_len=4096,
         pipeline_parallel_size=2,
-        scheduler_cls="switching.SwitchingScheduler",
+        scheduler_cls="tests.real.switching.SwitchingScheduler",
         compilation_config={"mode": 1, "backend": "eager"},
     )
     prompts = [{"prompt_token_ids": request["prompt"]} for request in requests]

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from real_runs import Reference, check_rows, combinations
 
 from bench.greedy_check import first_difference
 from bench.live_server import ROOT, cpu_environment, stop_group, tail
+from tests.real.real_runs import Reference, check_rows, combinations
 
 pytestmark = pytest.mark.real_vllm
 SCRIPT = Path(__file__).parent / "llm_script.py"

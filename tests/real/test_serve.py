@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from real_runs import Reference, check_rows, combinations, switch_to
 
 from bench.greedy_check import complete_all, first_difference
 from bench.live_server import LiveServer
+from tests.real.real_runs import Reference, check_rows, combinations, switch_to
 
 pytestmark = pytest.mark.real_vllm
 
@@ -43,7 +43,7 @@ def test_every_policy_gives_the_tokens_of_stock_and_a_named_scheduler_wins(
     switch = Path(switching["SWITCH_FILE"])
     switch_to(switch, *next(combinations()))
     log = tmp_path / "server.log"
-    named = ("--scheduler-cls", "switching.SwitchingScheduler")
+    named = ("--scheduler-cls", "tests.real.switching.SwitchingScheduler")
     with LiveServer(model, 4, log, named, switching | {"PPBALANCE": "1"}) as server:
         for name, settings in combinations():
             switch_to(switch, name, settings)
