@@ -81,17 +81,19 @@ class HostTime:
 
     schedule_s: float = 0.0
     schedule_per_request_s: float = 0.0
+    schedule_per_new_request_s: float = 0.0
     update_s: float = 0.0
     update_per_request_s: float = 0.0
     idle_s: float = 0.001
 
 
 @dataclass(slots=True)
-class RequestRecord:
+class ServedRequest:
     """What a client saw. Times are virtual seconds, None until they happen."""
 
     request_id: str
     arrival_s: float
+    num_prompt_tokens: int
     first_token_s: float | None = None
     last_token_s: float | None = None
     num_tokens: int = 0
@@ -119,7 +121,7 @@ class StepRecord:
 class RunResult:
     """A whole run. `schedule_us` and `update_us` are real microseconds, all else is virtual."""
 
-    requests: dict[str, RequestRecord]
+    requests: dict[str, ServedRequest]
     steps: list[StepRecord]
     end_s: float
     schedule_us: list[float]
@@ -202,7 +204,10 @@ class Engine:
         now_s = self.clock.monotonic()
         while self._arrivals and self._arrivals[0].arrival_s <= now_s:
             spec = self._arrivals.popleft()
-            self.result.requests[spec.request_id] = RequestRecord(spec.request_id, spec.arrival_s)
+            prompt = spec.prompt if isinstance(spec.prompt, int) else len(spec.prompt)
+            self.result.requests[spec.request_id] = ServedRequest(
+                spec.request_id, spec.arrival_s, prompt
+            )
             self.adapter.add_request(self.scheduler, spec)
         self._process_aborts()
 
@@ -248,7 +253,11 @@ class Engine:
         if self._on_schedule is not None:
             self._on_schedule(output)
         rows = len(output.num_scheduled_tokens)
-        self._spend(self.host.schedule_s + rows * self.host.schedule_per_request_s)
+        self._spend(
+            self.host.schedule_s
+            + rows * self.host.schedule_per_request_s
+            + len(output.scheduled_new_reqs) * self.host.schedule_per_new_request_s
+        )
         self._check_progress(rows)
         step = len(self.result.steps)
         done_s = self.pipeline.submit(

@@ -9,10 +9,11 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from zlib import crc32
 
 import torch
+from vllm import ModelRegistry
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -44,7 +45,7 @@ VOCABULARY = 512
 EOS = 2
 _REGEX = "[ab]*"  # never complete, so that structured requests run to max_tokens
 _CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
+    "architectures": ["HarnessForCausalLM"],
     "model_type": "llama",
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -57,6 +58,36 @@ _CONFIG = {
     "bos_token_id": 1,
     "eos_token_id": EOS,
 }
+
+
+class _HarnessModel(torch.nn.Module):
+    """Says what it supports and computes nothing.
+
+    vLLM asks the model's class; for one of its own it starts a process that takes 20 s and more.
+    """
+
+    supports_pp = True
+    supports_lora = True
+    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {}
+    embedding_modules: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__()
+
+    def embed_input_ids(self, input_ids: Any) -> Any:
+        raise NotImplementedError
+
+    def forward(self, input_ids: Any, positions: Any, intermediate_tensors: Any = None) -> Any:
+        raise NotImplementedError
+
+    def compute_logits(self, hidden_states: Any) -> Any:
+        raise NotImplementedError
+
+    def make_empty_intermediate_tensors(self, batch_size: int, dtype: Any, device: Any) -> Any:
+        raise NotImplementedError
+
+
+ModelRegistry.register_model("HarnessForCausalLM", _HarnessModel)
 
 
 def sample_token(request_id: str, position: int) -> int:
@@ -75,15 +106,18 @@ def _model_dir(with_tokenizer: bool) -> str:
     path = Path(tempfile.mkdtemp(prefix="vllm-harness-"))
     (path / "config.json").write_text(json.dumps(_CONFIG))
     if with_tokenizer:
-        from tokenizers import Tokenizer
+        from tokenizers import Tokenizer, decoders
         from tokenizers.models import WordLevel
         from transformers import PreTrainedTokenizerFast
+
+        make: Any = PreTrainedTokenizerFast
 
         words = ["<unk>", "<bos>", "<eos>", *"abcdefgh"]
         words += [f"w{i}" for i in range(len(words), VOCABULARY)]
         vocabulary = {word: i for i, word in enumerate(words)}
         tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
-        PreTrainedTokenizerFast(
+        tokenizer.decoder = decoders.ByteLevel()  # tells xgrammar how to read the words
+        make(
             tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<bos>", eos_token="<eos>"
         ).save_pretrained(path)
     return str(path)
@@ -369,17 +403,22 @@ class VllmAdapter:
         return plan_step(scheduler, scheduler_output)
 
     def grammar(self, scheduler: Any, scheduler_output: Any) -> dict[str, int] | None:
-        """The token each structured row samples now: the lowest one its grammar allows."""
+        """The token each structured row samples now, one that its grammar allows."""
         grammar = scheduler.get_grammar_bitmask(scheduler_output)
         if grammar is None:
             return None
         drafts = scheduler_output.scheduled_spec_decode_tokens
+        ids = grammar.structured_output_request_ids
+        heights = [1 + len(drafts.get(request_id, ())) for request_id in ids]
+        rows = len(grammar.grammar_bitmask)
+        if rows != sum(heights):  # since 0.33 every request has room for all its drafts
+            heights = [rows // len(ids)] * len(ids)
         tokens, row = {}, 0
-        for request_id in grammar.structured_output_request_ids:
+        for request_id, height in zip(ids, heights, strict=True):
             position = scheduler.requests[request_id].num_output_tokens
             wanted = self._sample(request_id, position)
             tokens[request_id] = _allowed_token(grammar.grammar_bitmask[row], wanted)
-            row += 1 + len(drafts.get(request_id, ()))
+            row += height
         return tokens
 
     def model_output(
