@@ -1,0 +1,251 @@
+"""Predicts a micro-batch's time on the slowest stage, and learns from each time measured.
+
+Form after the adaptive latency predictor of "Revisiting Pipeline Parallelism for LLM Serving"
+(OSDI 2026): a base by tokens plus interference terms; here the base is learnt too.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import Any, Self
+
+from vllm_ppbalance.base_table import BaseTable
+from vllm_ppbalance.rls import RecursiveLeastSquares
+
+Prefills = Sequence[tuple[int, int]]
+
+VERSION = 1
+# What each coefficient multiplies: the unit of its feature, so that all are of order one. Units of
+# context, square, prefix and bias are the published ones.
+UNITS = {
+    "base": 1.0,  # seconds of the base table
+    "bias": 0.1,
+    "mixed": 0.1,  # 1 where there is prefill: other graphs run than for decodes alone
+    "decodes": 1 / 128,
+    "context": 1e-5,  # tokens the decodes read
+    "square": 2.0**-20,  # sum over prompt chunks of new tokens squared
+    "prefix": 2.0**-21,  # sum of new tokens times those before them
+    "past": 1e-5,  # sum of the tokens before them: read once a chunk, whatever its length
+}
+REFERENCE_TOKENS = 64  # terms other than the base are in multiples of the time of such a batch
+FORGETTING = 0.9975  # published
+VARIANCE = 1.25  # published, of each interference term
+BASE_VARIANCE = 0.05  # the base is measured: it starts known to about a fifth
+CLIP = 0.4  # published: errors beyond this share of the prediction are cut to it
+FLOOR = 0.2  # a prediction is at least this share of its base
+SCALES = (1e-3, 1e3)  # bounds of the base's factor, far outside what a GPU does
+JUMP_SAMPLES = 8  # cut errors of one sign in a row that mean the stage has changed
+MIN_SAMPLES = 32  # before a model without a profile is trusted
+MIN_SIZES = 3  # a table of fewer sizes says nothing about the others
+MAX_ERROR = 0.5  # mean absolute error, as a share, from which the model is not trusted
+ERROR_RATE = 1 / 32
+FLAT = 1.05  # a table that grows by less over FLAT_SPAN times the tokens cannot rank budgets
+FLAT_SPAN = 8
+MAX_IDLE_S = 3600.0  # after which what was learnt is doubted: clocks, neighbours, models move
+PREFIX_BUCKET = 512  # tokens; prefixes closer together count as one length
+
+
+class CostModel:
+    """Seconds of the slowest stage for a micro-batch: base(tokens) + theta . features.
+
+    `profiled` says that `table` was measured on this deployment; otherwise the model is not
+    trusted until it has seen MIN_SAMPLES. `theta` has one number for each of UNITS.
+    """
+
+    def __init__(
+        self, table: BaseTable, theta: Sequence[float] | None = None, *, profiled: bool = False
+    ) -> None:
+        self._table = table
+        self._profiled = profiled
+        start = [1.0, *[0.0] * (len(UNITS) - 1)] if theta is None else list(theta)
+        variance = [BASE_VARIANCE, *[VARIANCE] * (len(UNITS) - 1)]
+        self._rls = RecursiveLeastSquares(start, variance, FORGETTING)
+        self._units = list(reference_units(table).values())
+        self.num_samples = 0
+        self.mean_error = 0.0  # absolute, as a share of what was measured; recent samples
+        self._terms: list[float] = []
+        self._cut_in_a_row = 0
+        self._last_s: float | None = None
+        self._prefix_lengths: set[int] = set()
+        self._refresh()
+
+    def predict(
+        self, num_tokens: int, prefills: Prefills, decodes: int, decode_context: int
+    ) -> float:
+        """Seconds for a micro-batch; always finite and above 0, 0 for an empty one.
+
+        `prefills` are (new tokens, tokens before them) of each prompt chunk, `decode_context` is
+        the number of tokens all decodes read. `num_tokens` counts prompt and decode tokens.
+        """
+        if num_tokens < 1:
+            return 0.0
+        factor, fixed, mixed, decode, context, square, prefix, past = self._terms
+        base = factor * self._table.at(num_tokens)
+        seconds = base + fixed + decode * decodes + context * decode_context
+        for new, before in prefills:
+            seconds += new * (square * new + prefix * before) + past * before
+        if prefills:
+            seconds += mixed
+        return max(seconds, FLOOR * base)
+
+    def observe(
+        self,
+        num_tokens: int,
+        prefills: Prefills,
+        decodes: int,
+        decode_context: int,
+        measured_s: float,
+        weight: float = 1.0,
+        now_s: float | None = None,
+    ) -> bool:
+        """Learn one measured stage time; False where the sample is refused.
+
+        `weight` above 0 and at most 1 is its trust. `now_s` on any steady clock lets the model
+        notice that it has been idle for long.
+        """
+        usable = num_tokens > 0 and isfinite(measured_s) and measured_s > 0.0
+        if not (usable and 0.0 < weight <= 1.0):
+            return False
+        self._note_age(now_s)
+        predicted = self.predict(num_tokens, prefills, decodes, decode_context)
+        error = measured_s / predicted - 1.0
+        x = self._features(num_tokens, prefills, decodes, decode_context)
+        if not self._rls.update([value / predicted for value in x], error, weight, CLIP):
+            return False
+        self._bound()
+        self._table.learn(num_tokens, min(max(error, -CLIP), CLIP), weight)
+        self._refresh()
+        self._note_error(error, abs(predicted / measured_s - 1.0), weight)
+        for _, before in prefills:
+            self._note_prefix(before)
+        return True
+
+    def base(self, num_tokens: int) -> float:
+        """Seconds by tokens alone; never less for more tokens."""
+        return self._terms[0] * self._table.at(num_tokens)
+
+    def tile(self) -> int:
+        """Tokens of the GPU's tile as the profile shows it, 0 where it shows none."""
+        return self._table.tile
+
+    def terms(self) -> dict[str, float]:
+        """Seconds per unit of each feature of UNITS; for `base`, the factor of the table."""
+        return dict(zip(UNITS, self._terms, strict=True))
+
+    @property
+    def num_prefix_lengths(self) -> int:
+        """Distinct prefix lengths seen, zero included."""
+        return len(self._prefix_lengths)
+
+    @property
+    def trusted(self) -> bool:
+        """Whether a policy may follow the predictions."""
+        return self.health is None
+
+    @property
+    def health(self) -> str | None:
+        """Why a policy should use a fixed budget instead; None while the model is sound."""
+        table = self._table
+        if len(table.tokens) < MIN_SIZES:
+            return f"it was fitted on {len(table.tokens)} batch size(s), {MIN_SIZES} are needed"
+        if not self._profiled and self.num_samples < MIN_SAMPLES:
+            return f"{self.num_samples} of the {MIN_SAMPLES} first stage times measured"
+        if self.mean_error > MAX_ERROR:
+            return f"its predictions are off by {self.mean_error:.0%} on average"
+        first, last = table.tokens[0], table.tokens[-1]
+        if last >= FLAT_SPAN * first and table.at(last) < FLAT * table.at(first):
+            return f"{last} tokens seem to take no longer than {first}"
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All that is learnt, for JSON."""
+        return {
+            "version": VERSION,
+            "tokens": list(self._table.tokens),
+            "seconds": list(self._table.seconds),
+            "tile": self._table.tile,
+            "tile_s": self._table.tile_s,
+            "theta": [float(value) for value in self._rls.theta],
+            "profiled": self._profiled,
+            "num_samples": self.num_samples,
+            "prefix_lengths": sorted(self._prefix_lengths),
+        }
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Self:
+        """The model `to_dict` wrote, uncertain as at first. Raises ValueError saying why."""
+        try:
+            if saved["version"] != VERSION:
+                raise ValueError(f"version {saved['version']!r}, this is {VERSION}")
+            table = BaseTable(
+                [int(n) for n in saved["tokens"]],
+                [float(s) for s in saved["seconds"]],
+                int(saved["tile"]),
+                float(saved["tile_s"]),
+                samples=float(MIN_SAMPLES),
+            )
+            theta = [float(value) for value in saved["theta"]]
+            if len(theta) != len(UNITS):
+                raise ValueError(f"{len(theta)} coefficients, needs {len(UNITS)}")
+            model = cls(table, theta, profiled=bool(saved["profiled"]))
+            model.num_samples = int(saved["num_samples"])
+            model._prefix_lengths = {int(n) for n in saved["prefix_lengths"]}
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"not a saved cost model: {error!r}") from error
+        model._bound()
+        model._refresh()
+        return model
+
+    def note_prefixes(self, prefixes: Sequence[int]) -> None:
+        """Count prefix lengths that a profile has measured."""
+        for before in prefixes:
+            self._note_prefix(before)
+
+    def _features(
+        self, num_tokens: int, prefills: Prefills, decodes: int, decode_context: int
+    ) -> list[float]:
+        square = sum(new * new for new, _ in prefills)
+        prefix = sum(new * before for new, before in prefills)
+        past = sum(before for _, before in prefills)
+        base = self._table.at(num_tokens)
+        raw = (base, 1.0, bool(prefills), decodes, decode_context, square, prefix, past)
+        return [value * unit for value, unit in zip(raw, self._units, strict=True)]
+
+    def _bound(self) -> None:
+        """Nothing a batch carries makes it faster; only the bias may be below 0."""
+        theta = self._rls.theta
+        theta[0] = min(max(theta[0], SCALES[0]), SCALES[1])
+        theta[2:] = theta[2:].clip(min=0.0)
+
+    def _refresh(self) -> None:
+        theta = self._rls.theta.tolist()
+        self._terms = [value * unit for value, unit in zip(theta, self._units, strict=True)]
+
+    def _note_prefix(self, before: int) -> None:
+        self._prefix_lengths.add(before // PREFIX_BUCKET)
+
+    def _note_error(self, error: float, share: float, weight: float) -> None:
+        rate = ERROR_RATE * weight
+        self.mean_error += rate * (min(share, 1.0) - self.mean_error)
+        self.num_samples += 1
+        if abs(error) <= CLIP:
+            self._cut_in_a_row = 0
+        elif (error > 0.0) == (self._cut_in_a_row >= 0):
+            self._cut_in_a_row += 1 if error > 0.0 else -1
+        else:
+            self._cut_in_a_row = 1 if error > 0.0 else -1
+        if abs(self._cut_in_a_row) >= JUMP_SAMPLES:
+            self._rls.doubt()
+            self._cut_in_a_row = 0
+
+    def _note_age(self, now_s: float | None) -> None:
+        if now_s is None:
+            return
+        if self._last_s is not None and now_s - self._last_s > MAX_IDLE_S:
+            self._rls.doubt()
+        self._last_s = now_s
+
+
+def reference_units(table: BaseTable) -> dict[str, float]:
+    """Seconds of a coefficient of 1, per unit of its feature."""
+    reference_s = table.at(REFERENCE_TOKENS)
+    return {name: unit if name == "base" else unit * reference_s for name, unit in UNITS.items()}
