@@ -1,0 +1,121 @@
+"""Figures with matplotlib: what each stage did, latencies against rate, SLO attainment."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from bench.simulate import Outcome
+
+matplotlib.use("Agg")  # files only: no display is asked for
+from matplotlib import pyplot
+
+_COLOURS = {"prefill": "#d1495b", "mixed": "#edae49", "decode": "#30638e"}
+_LATENCIES = (("ttft_s", "P90 TTFT, s"), ("tpot_s", "P90 TPOT, s"))
+
+
+def stage_rows(path: Path, outcomes: Sequence[Outcome], seconds: float = 2.0) -> None:
+    """A row a stage and a panel a run: what is white within a row is a bubble.
+
+    The panels show the same `seconds` of virtual time, around the run's middle.
+    """
+    start_s = _middle(outcomes[0]) - seconds / 2.0
+    figure, axes = pyplot.subplots(
+        len(outcomes), 1, figsize=(12, 1.2 + 1.8 * len(outcomes)), sharex=True, squeeze=False
+    )
+    for axis, outcome in zip(axes[:, 0], outcomes, strict=True):
+        _draw_rows(axis, outcome, start_s, start_s + seconds)
+    for kind, colour in _COLOURS.items():
+        axes[0, 0].barh([0], [0], color=colour, label=kind)
+    axes[0, 0].legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, frameon=False)
+    axes[-1, 0].set_xlabel("virtual time, s")
+    _save(figure, path)
+
+
+def _middle(outcome: Outcome) -> float:
+    arrivals = [record.arrival_s for record in outcome.records]
+    return (min(arrivals) + max(arrivals)) / 2.0
+
+
+def _draw_rows(axis: Any, outcome: Outcome, start_s: float, end_s: float) -> None:
+    shapes = [step.shape for step in outcome.run.steps]
+    for number, stage in enumerate(outcome.stages):
+        for kind, colour in _COLOURS.items():
+            spans = [
+                (busy.start_s, busy.end_s - busy.start_s)
+                for busy in stage
+                if busy.end_s > start_s
+                and busy.start_s < end_s
+                and _kind(shapes[busy.step]) == kind
+            ]
+            axis.broken_barh(spans, (number - 0.42, 0.84), color=colour, linewidth=0)
+    bubble = outcome.result["pipeline"]["bubble_ratio"]
+    axis.set_title(f"{outcome.spec.policy.name}: bubble ratio {bubble:.2f}", loc="left")
+    axis.set_yticks(range(len(outcome.stages)), [f"GPU {n}" for n in range(len(outcome.stages))])
+    axis.invert_yaxis()
+    axis.set_xlim(start_s, end_s)
+
+
+def _kind(shape: Any) -> str:
+    if not shape.prefills:
+        return "decode"
+    return "mixed" if shape.decodes else "prefill"
+
+
+def latency_against_rate(
+    path: Path, results: Sequence[Mapping[str, Any]], label: Callable[[Mapping[str, Any]], str]
+) -> None:
+    """P90 TTFT, P90 TPOT and joint SLO attainment against the rate that was sent, a line a label.
+
+    `results` are run records as `simulate` writes them.
+    """
+    lines: dict[str, list[tuple[float, Mapping[str, Any]]]] = {}
+    for result in results:
+        lines.setdefault(label(result), []).append((sent_rate(result), result["measures"]))
+    figure, axes = pyplot.subplots(1, 3, figsize=(14, 4))
+    for name, points in sorted(lines.items()):
+        points.sort(key=lambda point: point[0])
+        rates = [rate for rate, _ in points]
+        for axis, (measure, _) in zip(axes, _LATENCIES, strict=False):
+            axis.plot(rates, [m[measure]["p90"] for _, m in points], marker="o", label=name)
+        axes[2].plot(rates, [m["slo_attainment"] for _, m in points], marker="o", label=name)
+    slo = results[0]["spec"]["slo"]
+    for axis, (measure, title) in zip(axes, _LATENCIES, strict=False):
+        axis.axhline(slo[measure], color="grey", linestyle=":")
+        axis.set_yscale("log")
+        axis.set_ylabel(title)
+    axes[2].set_ylabel("SLO attainment")
+    axes[2].set_ylim(0.0, 1.02)
+    for axis in axes:
+        axis.set_xlabel("requests/s")
+    axes[2].legend(frameon=False, fontsize="small")
+    _save(figure, path)
+
+
+def attainment_bars(
+    path: Path, results: Sequence[Mapping[str, Any]], label: Callable[[Mapping[str, Any]], str]
+) -> None:
+    """SLO attainment of each result as a bar."""
+    figure, axis = pyplot.subplots(figsize=(8, 0.8 + 0.35 * len(results)))
+    names = [label(result) for result in results]
+    values = [result["measures"]["slo_attainment"] for result in results]
+    bars = axis.barh(range(len(results)), values, color=_COLOURS["decode"])
+    axis.bar_label(bars, fmt="%.3f", padding=3)
+    axis.set_yticks(range(len(results)), names)
+    axis.invert_yaxis()
+    axis.set_xlim(0.0, 1.1)
+    axis.set_xlabel("SLO attainment")
+    _save(figure, path)
+
+
+def sent_rate(result: Mapping[str, Any]) -> float:
+    """Requests a second that the workload sent."""
+    return float(result["workload"]["num_requests"] / result["workload"]["span_s"])
+
+
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
