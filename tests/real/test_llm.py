@@ -13,7 +13,7 @@ from tests.real.real_runs import Reference, check_rows, combinations
 
 pytestmark = pytest.mark.real_vllm
 SCRIPT = Path(__file__).parent / "llm_script.py"
-LIMIT_S = 400
+LIMIT_S = 540
 
 
 def test_every_policy_gives_the_tokens_of_stock(
