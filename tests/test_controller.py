@@ -19,7 +19,7 @@ def controller(pp_size=4, budget=None, hold=None, ready=()):
 
 def state(ready=(), step=10, pp_size=4, low=8, high=2048):
     decodes = [Decode(request_id, 100, 5, 0, 0.0) for request_id in ready]
-    return PipelineState(step, 0.0, pp_size, high, low, len(decodes), decodes)
+    return PipelineState(step, 0.0, pp_size, high, low, len(decodes), len(decodes), decodes)
 
 
 @pytest.mark.parametrize(("asked", "given"), [(None, 2048), (1, 8), (500, 500), (10**9, 2048)])

@@ -29,7 +29,12 @@ def warnings_of_ours(caplog, monkeypatch):
     """Messages of our logger; vLLM's root does not propagate."""
     monkeypatch.setattr("vllm_ppbalance.plugin.logger.propagate", True)
     caplog.set_level("INFO", "vllm.ppbalance")
-    return lambda level: [r.getMessage() for r in caplog.records if r.levelname == level]
+
+    def messages(level):
+        ours = (record for record in caplog.records if record.name == "vllm.ppbalance")
+        return [record.getMessage() for record in ours if record.levelname == level]
+
+    return messages
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ def pipeline(cohorts, step=100, **fields):
         "pp_size": pp_size,
         "max_budget": 8192,
         "min_budget": 1,
+        "decode_budget": cohorts[0],
         "num_ready": len(ready),
         "ready": ready,
         "in_flight": in_flight,

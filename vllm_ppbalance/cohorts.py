@@ -5,13 +5,12 @@ Works on request ids with set operations only, so that its cost per step stays a
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm_ppbalance.state import MicroBatch
 
 
-@dataclass(frozen=True, slots=True)
-class Flight:
+class Flight(NamedTuple):
     """A micro-batch in flight with the requests that will ask to decode after it."""
 
     batch: MicroBatch
@@ -41,14 +40,16 @@ class Cohorts:
         if self._by_step:
             while self._in_flight and self._in_flight[0].batch.step <= step - self.pp_size:
                 self.ready |= self._in_flight.popleft().next_decodes
-        for due in [due for due in self.parked if due <= step]:
-            self.ready |= self.parked.pop(due)
+        if self.parked:
+            for due in [due for due in self.parked if due <= step]:
+                self.ready |= self.parked.pop(due)
 
     def scheduled(self, flight: Flight, ran: Set[str]) -> None:
         """Note a non-empty micro-batch; `ran` holds the ids of all its rows."""
         self.ready -= ran
-        for request_id in self.holds_in_a_row.keys() & ran:
-            del self.holds_in_a_row[request_id]
+        if self.holds_in_a_row:
+            for request_id in self.holds_in_a_row.keys() & ran:
+                del self.holds_in_a_row[request_id]
         self._in_flight.append(flight)
         self.recent.append(flight.batch)
 
@@ -84,4 +85,6 @@ class Cohorts:
 
     def parked_counts(self) -> dict[int, int]:
         """Held decodes by the step they return at."""
+        if not self.parked:
+            return {}
         return {step: len(ids) for step, ids in self.parked.items() if ids}

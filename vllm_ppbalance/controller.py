@@ -37,6 +37,7 @@ class Controller:
             Off() if cadence == "none" else make_rebalance_policy(settings)
         )
         self.num_moves = 0  # decodes held so far, each counted once per hold
+        self._calm_from_step = 0  # no admission before this step: see `_admits`
 
     def decide(self, state: PipelineState) -> Decision:
         """The budget and the holds for this micro-batch; the holds are noted as done."""
@@ -47,7 +48,24 @@ class Controller:
             self.num_moves += len(hold)
         return Decision(budget, hold)
 
+    def preempted(self, request_id: str, step: int) -> bool:
+        """Note that a request lost its KV blocks in `step`; True if it was being held."""
+        self._calm_from_step = step + 2 * self.pp_size
+        return self.cohorts.forget(request_id)
+
+    def _admits(self, state: PipelineState) -> bool:
+        """Whether waiting requests may enter.
+
+        Not within one round of a preemption: with balanced micro-batches every step both decodes
+        and admits, so the victim would come back at once and push out the next.
+        """
+        balanced = not isinstance(self.rebalance, Off)
+        calm = state.step >= self._calm_from_step
+        return calm or not balanced or not state.num_ready or state.num_prefilling > 0
+
     def _safe_budget(self, budget: int | None, state: PipelineState) -> int:
+        if not self._admits(state):
+            return min(state.decode_budget, state.max_budget)
         if budget is None:
             return state.max_budget
         return min(max(budget, state.min_budget), state.max_budget)

@@ -6,7 +6,7 @@ The only file that knows the fields of vLLM's scheduler and requests.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ logger = logging.getLogger("vllm.ppbalance")
 
 # A request can leave `running` on ways we are not told of (streaming sessions, cache resets).
 RESYNC_STEPS = 64
+NOBODY: Set[str] = frozenset()
 
 
 class PPBalanceMixin:
@@ -106,9 +107,8 @@ class PPBalanceMixin:
 
     def _state(self, step: int) -> PipelineState:
         cohorts = self.ppbalance.cohorts
-        per_decode = 1 + self.num_spec_tokens
         num_ready = len(cohorts.ready)
-        floor = min(num_ready * per_decode + self._budget_floor, self._stock_budget)
+        decode_budget = num_ready * (1 + self.num_spec_tokens)
         now_s = self.ppbalance.clock.monotonic()
         num_waiting = self.get_request_counts()[1]
         return PipelineState(
@@ -116,13 +116,15 @@ class PPBalanceMixin:
             now_s=now_s,
             pp_size=cohorts.pp_size,
             max_budget=self._stock_budget,
-            min_budget=floor,
+            min_budget=min(decode_budget + self._budget_floor, self._stock_budget),
+            decode_budget=decode_budget,
             num_ready=num_ready,
             ready=Lazy(partial(self._ready, step)),
             in_flight=cohorts.in_flight(step),
             recent=cohorts.recent,
             parked=cohorts.parked_counts(),
             num_waiting=num_waiting,
+            num_prefilling=len(self._prefilling),
             waiting=Lazy(self._waiting),
             kv_free=1.0 - self.kv_cache_manager.usage,
             totals=self.ppbalance.timer.totals,
@@ -157,35 +159,44 @@ class PPBalanceMixin:
         ]
 
     def _after(self, output: Any) -> None:
-        own = self.ppbalance
+        own, step = self.ppbalance, self.current_step
         tokens: Mapping[str, int] = output.num_scheduled_tokens
-        ran = tokens.keys()
-        # Rows that were still computing their prompt: new, resumed, or chunked before.
+        if not tokens:
+            own.timer.scheduled(Step(output, step, NOBODY, NOBODY))
+            return
+        ran = set(tokens)
+        prompts = self._prompts(output, ran)
+        cached = output.scheduled_cached_reqs
+        context = sum(cached.num_computed_tokens)
+        decode_tokens = output.total_num_scheduled_tokens
+        decodes: Set[str] = ran
+        next_decodes, firsts = ran.copy(), NOBODY
+        prefills: tuple[tuple[int, int], ...] = ()
+        if prompts:
+            unfinished = {r for r in prompts if self.requests[r].is_prefill_chunk}
+            self._prefilling = (self._prefilling - prompts) | unfinished
+            done = prompts - unfinished
+            firsts = {r for r in done if not self.requests[r].num_output_tokens}
+            decodes, next_decodes = ran - prompts, ran - unfinished
+            before = {r: self.requests[r].num_computed_tokens - tokens[r] for r in prompts}
+            prefills = tuple((tokens[r], prefix) for r, prefix in before.items())
+            decode_tokens -= sum(new for new, _ in prefills)
+            new_ids = {new.req_id for new in output.scheduled_new_reqs}
+            context -= sum(prefix for r, prefix in before.items() if r not in new_ids)
+        own.timer.scheduled(Step(output, step, decodes, firsts))
+        batch = MicroBatch(
+            step, len(ran), len(decodes), decode_tokens, context, prefills, len(next_decodes)
+        )
+        own.cohorts.scheduled(Flight(batch, next_decodes), ran)
+
+    def _prompts(self, output: Any, ran: Set[str]) -> Set[str]:
+        """Rows that were still computing their prompt: new, resumed, or chunked before."""
+        resumed: Set[str] = output.scheduled_cached_reqs.resumed_req_ids
+        if not (output.scheduled_new_reqs or resumed or self._prefilling):
+            return NOBODY
         prompts = self._prefilling & ran
         prompts.update(new.req_id for new in output.scheduled_new_reqs)
-        prompts |= output.scheduled_cached_reqs.resumed_req_ids
-        unfinished = {r for r in prompts if self.requests[r].is_prefill_chunk}
-        self._prefilling = (self._prefilling - prompts) | unfinished
-        firsts = {r for r in prompts - unfinished if not self.requests[r].num_output_tokens}
-        decodes = ran - prompts if prompts else set(ran)
-        own.timer.scheduled(Step(output, self.current_step, decodes, firsts))
-        if not tokens:
-            return
-        prefills = {r: self.requests[r].num_computed_tokens - tokens[r] for r in prompts}
-        cached = output.scheduled_cached_reqs
-        chunked = prefills.keys() - {new.req_id for new in output.scheduled_new_reqs}
-        context = sum(cached.num_computed_tokens) - sum(map(prefills.__getitem__, chunked))
-        next_decodes = ran - unfinished if unfinished else set(ran)
-        batch = MicroBatch(
-            step=self.current_step,
-            num_requests=len(tokens),
-            num_decodes=len(decodes),
-            decode_tokens=output.total_num_scheduled_tokens - sum(map(tokens.__getitem__, prompts)),
-            decode_context=context,
-            prefills=tuple((tokens[r], prefix) for r, prefix in prefills.items()),
-            next_decodes=len(next_decodes),
-        )
-        own.cohorts.scheduled(Flight(batch, next_decodes), set(ran))
+        return prompts | resumed
 
     def _observe(self, output: Any, result: Mapping[int, Any]) -> None:
         own = self.ppbalance
@@ -210,7 +221,7 @@ class PPBalanceMixin:
 
     def _forget_preempted(self, request: Any) -> None:
         self._prefilling.discard(request.request_id)
-        if self.ppbalance.cohorts.forget(request.request_id):
+        if self.ppbalance.preempted(request.request_id, self.current_step):
             # The RUNNING loop would hold its next prompt chunks back as well.
             request.next_decode_eligible_step = self.current_step
 

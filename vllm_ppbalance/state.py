@@ -24,6 +24,8 @@ class Clock(Protocol):
 class Lazy(Sequence[T], Generic[T]):
     """A sequence built on first use, so that a policy pays only for what it reads."""
 
+    __slots__ = ("_build", "_items")
+
     def __init__(self, build: Callable[[], Sequence[T]]) -> None:
         self._build = build
         self._items: Sequence[T] | None = None
@@ -135,12 +137,14 @@ class PipelineState:
     pp_size: int
     max_budget: int  # tokens; vLLM's max_num_batched_tokens, never exceeded
     min_budget: int  # tokens; under it a running request could make no progress
+    decode_budget: int  # tokens that the ready decodes need, draft tokens included
     num_ready: int  # decodes that can run now; may count one whose last token is in flight
     ready: Sequence[Decode]  # exactly those, oldest first
     in_flight: Sequence[MicroBatch] = ()
     recent: Sequence[MicroBatch] = ()  # the pp_size newest non-empty micro-batches, oldest first
     parked: Mapping[int, int] = field(default_factory=dict)
     num_waiting: int = 0
+    num_prefilling: int = 0  # admitted requests whose prompt is being computed chunk by chunk
     waiting: Sequence[Waiting] = ()
     kv_free: float = 1.0  # share of the KV cache that is free, 0 to 1
     totals: LatencyTotals = LatencyTotals()
@@ -148,8 +152,10 @@ class PipelineState:
     @property
     def decodes_alive(self) -> int:
         """Decodes of all cohorts: ready, in flight, and parked."""
-        in_flight = sum(batch.next_decodes for batch in self.in_flight)
-        return self.num_ready + in_flight + sum(self.parked.values())
+        alive = self.num_ready
+        for batch in self.in_flight:
+            alive += batch.next_decodes
+        return alive + sum(self.parked.values())
 
     def cohort_sizes(self) -> list[int]:
         """Decodes per cohort, pp_size numbers: this step's first, then those of the next steps."""

@@ -2,14 +2,12 @@
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_ppbalance.state import LatencyTotals
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """What must be remembered of a schedule() until its output comes back."""
 
     output: Any  # the scheduler output itself, the only name a step has on its way back

@@ -24,7 +24,7 @@ class GreedyChunk:
         if state.step >= self._next_step:
             self._next_step = state.step + state.pp_size
             self._decide(state)
-        fullest = max((batch.num_requests for batch in state.recent), default=0)
+        fullest = max([batch.num_requests for batch in state.recent], default=0)
         guard = -(-(fullest + 1) // TILE) * TILE
         return max(self._chunk, guard)
 
