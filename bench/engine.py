@@ -169,6 +169,7 @@ class Engine:
         self._depth = adapter.queue_depth(scheduler)
         self._token_lag = adapter.token_lag(scheduler)
         self._queue: deque[_InFlight] = deque()
+        self._lagging: deque[_InFlight] = deque(maxlen=self._token_lag)
         self._arrivals: deque[RequestSpec] = deque()
         self._aborts: deque[RequestSpec] = deque()
         self._alive_decodes = 0
@@ -261,7 +262,7 @@ class Engine:
         self._check_progress(rows)
         step = len(self.result.steps)
         done_s = self.pipeline.submit(
-            step, plan.shape, self.clock.monotonic(), self._tokens_ready_s(step)
+            step, plan.shape, self.clock.monotonic(), self._tokens_ready_s()
         )
         running, waiting = self.adapter.counts(self.scheduler)
         preemptions = len(output.preempted_req_ids or ())
@@ -269,12 +270,16 @@ class Engine:
             step, now_s, done_s, plan.shape, self._alive_decodes, running, waiting, preemptions
         )
         self.result.steps.append(record)
-        return _InFlight(output, plan, record)
+        batch = _InFlight(output, plan, record)
+        self._lagging.append(batch)
+        return batch
 
-    def _tokens_ready_s(self, step: int) -> float:
-        """When the tokens sampled `token_lag` steps ago have left the last stage."""
-        source = step - self._token_lag
-        return self.result.steps[source].done_s if self._token_lag and source >= 0 else 0.0
+    def _tokens_ready_s(self) -> float:
+        """When the tokens sampled `token_lag` steps ago, if any, have left the last stage."""
+        if not self._token_lag or len(self._lagging) < self._token_lag:
+            return 0.0
+        source = self._lagging[0]
+        return source.record.done_s if source.plan.sampling else 0.0
 
     def _check_progress(self, rows: int) -> None:
         in_flight = any(batch.plan.shape.num_tokens for batch in self._queue)

@@ -60,7 +60,7 @@ _CONFIG = {
 }
 
 
-class _HarnessModel(torch.nn.Module):
+class _HarnessModel(torch.nn.Module):  # type: ignore[misc]
     """Says what it supports and computes nothing.
 
     vLLM asks the model's class; for one of its own it starts a process that takes 20 s and more.
@@ -101,9 +101,10 @@ def accept_all_but_every_third(_request_id: str, position: int) -> int:
 
 
 @cache
-def _model_dir(with_tokenizer: bool) -> str:
-    """A folder with config.json, kept for the process; a word-level tokenizer if asked for."""
-    path = Path(tempfile.mkdtemp(prefix="vllm-harness-"))
+def _model_dir(with_tokenizer: bool) -> "tempfile.TemporaryDirectory[str]":
+    """A folder with config.json that lives as long as the process; a tokenizer if asked for."""
+    folder = tempfile.TemporaryDirectory(prefix="vllm-harness-")
+    path = Path(folder.name)
     (path / "config.json").write_text(json.dumps(_CONFIG))
     if with_tokenizer:
         from tokenizers import Tokenizer, decoders
@@ -120,7 +121,7 @@ def _model_dir(with_tokenizer: bool) -> str:
         make(
             tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<bos>", eos_token="<eos>"
         ).save_pretrained(path)
-    return str(path)
+    return folder
 
 
 @cache
@@ -156,7 +157,7 @@ def build_scheduler(
     Bad values raise what vLLM raises for them.
     """
     model_config = ModelConfig(
-        model=_model_dir(structured_outputs),
+        model=_model_dir(structured_outputs).name,
         skip_tokenizer_init=not structured_outputs,
         dtype="bfloat16",
         max_model_len=max_model_len,

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import asdict
+from itertools import pairwise
 
 import pytest
 
@@ -79,7 +80,7 @@ def test_an_async_decode_comes_back_every_pp_size_steps(pp_size):
     assert busy == [i * pp_size for i in range(6)]
     # Alone it is bound by the whole pipeline, not by one stage.
     times = result.requests["r"].token_times_s
-    gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(times)]
     assert gaps == pytest.approx([pp_size * STAGE_S] * 5, abs=1.1e-3)
 
 
@@ -104,6 +105,23 @@ def test_async_scheduling_hides_the_host(is_async, step_s):
     result = make(1, is_async, host=host).run([RequestSpec("r", 0.0, 8, 21)])
     record = result.requests["r"]
     assert (record.last_token_s - record.first_token_s) / 20 == pytest.approx(step_s, abs=2e-4)
+
+
+def first_stage_starts(engine):
+    return [interval.start_s for interval in engine.pipeline.intervals[0]]
+
+
+def test_async_prompts_flow_freely_but_decodes_wait_for_their_tokens():
+    """Behind a slow last stage only a step whose tokens come from there has to wait."""
+    slow_end = [lambda _: STAGE_S, lambda _: 3 * STAGE_S]
+    prompts = make(2, True, max_num_seqs=16, max_num_batched_tokens=16)
+    prompts.pipeline = Pipeline(slow_end)
+    prompts.run([RequestSpec("r", 0.0, 48, 1)])
+    assert first_stage_starts(prompts) == pytest.approx([0.0, STAGE_S, 2 * STAGE_S])
+    decodes = make(2, True)
+    decodes.pipeline = Pipeline(slow_end)
+    decodes.run([RequestSpec("r", 0.0, 8, 3)])
+    assert first_stage_starts(decodes) == pytest.approx([0.0, 4 * STAGE_S, 8 * STAGE_S], abs=1e-9)
 
 
 @pytest.mark.parametrize(("pp_size", "is_async", "depth"), [(1, False, 1), (4, False, 4)])
