@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any, Self
 
+import numpy as np
+
 from vllm_ppbalance.base_table import BaseTable
 from vllm_ppbalance.rls import RecursiveLeastSquares
 
@@ -33,6 +35,7 @@ BASE_VARIANCE = 0.05  # the base is measured: it starts known to about a fifth
 CLIP = 0.4  # published: errors beyond this share of the prediction are cut to it
 FLOOR = 0.2  # a prediction is at least this share of its base
 SCALES = (1e-3, 1e3)  # bounds of the base's factor, far outside what a GPU does
+LOWEST = np.array([SCALES[0], -np.inf, *[0.0] * (len(UNITS) - 2)])
 JUMP_SAMPLES = 8  # cut errors of one sign in a row that mean the stage has changed
 MIN_SAMPLES = 32  # before a model without a profile is trusted
 MIN_SIZES = 3  # a table of fewer sizes says nothing about the others
@@ -108,8 +111,9 @@ class CostModel:
         self._note_age(now_s)
         predicted = self.predict(num_tokens, prefills, decodes, decode_context)
         error = measured_s / predicted - 1.0
-        x = self._features(num_tokens, prefills, decodes, decode_context)
-        if not self._rls.update([value / predicted for value in x], error, weight, CLIP):
+        raw = self._features(num_tokens, prefills, decodes, decode_context)
+        x = [value * unit / predicted for value, unit in zip(raw, self._units, strict=True)]
+        if not self._rls.update(x, error, weight, CLIP):
             return False
         self._bound()
         self._table.learn(num_tokens, min(max(error, -CLIP), CLIP), weight)
@@ -203,18 +207,20 @@ class CostModel:
     def _features(
         self, num_tokens: int, prefills: Prefills, decodes: int, decode_context: int
     ) -> list[float]:
-        square = sum(new * new for new, _ in prefills)
-        prefix = sum(new * before for new, before in prefills)
-        past = sum(before for _, before in prefills)
+        square = prefix = past = 0
+        for new, before in prefills:
+            square += new * new
+            prefix += new * before
+            past += before
         base = self._table.at(num_tokens)
-        raw = (base, 1.0, bool(prefills), decodes, decode_context, square, prefix, past)
-        return [value * unit for value, unit in zip(raw, self._units, strict=True)]
+        return [base, 1.0, bool(prefills), decodes, decode_context, square, prefix, past]
 
     def _bound(self) -> None:
         """Nothing a batch carries makes it faster; only the bias may be below 0."""
         theta = self._rls.theta
-        theta[0] = min(max(theta[0], SCALES[0]), SCALES[1])
-        theta[2:] = theta[2:].clip(min=0.0)
+        np.maximum(theta, LOWEST, out=theta)
+        if theta[0] > SCALES[1]:
+            theta[0] = SCALES[1]
 
     def _refresh(self) -> None:
         theta = self._rls.theta.tolist()

@@ -146,6 +146,8 @@ class PipelineState:
     num_waiting: int = 0
     num_prefilling: int = 0  # admitted requests whose prompt is being computed chunk by chunk
     waiting: Sequence[Waiting] = ()
+    waiting_tokens: int | None = None  # sum of `new_tokens` over `waiting`; None: not kept
+    arrived_tokens: int = 0  # prompt tokens of all requests since the engine started
     kv_free: float = 1.0  # share of the KV cache that is free, 0 to 1
     totals: LatencyTotals = LatencyTotals()
 
@@ -156,6 +158,14 @@ class PipelineState:
         for batch in self.in_flight:
             alive += batch.next_decodes
         return alive + sum(self.parked.values())
+
+    def prefill_backlog(self) -> int:
+        """Prompt tokens still to compute, of waiting and of half-computed prompts."""
+        if self.waiting_tokens is not None:
+            return self.waiting_tokens
+        if not (self.num_waiting or self.num_prefilling):
+            return 0
+        return sum(prompt.new_tokens for prompt in self.waiting)
 
     def cohort_sizes(self) -> list[int]:
         """Decodes per cohort, pp_size numbers: this step's first, then those of the next steps."""

@@ -1,0 +1,29 @@
+"""What several chunk policies share: room for decodes, the published low-memory rule and guard."""
+
+from vllm_ppbalance.state import PipelineState
+
+TILE = 128  # the published granularity of the guard and of the low-memory rule, tokens
+
+
+def at_least_requests(chunk: int, state: PipelineState) -> int:
+    """`chunk`, or the next multiple of 128 above the requests of the fullest recent micro-batch."""
+    fullest = max((batch.num_requests for batch in state.recent), default=0)
+    return max(chunk, -(-(fullest + 1) // TILE) * TILE)
+
+
+def low_kv_chunk(state: PipelineState) -> int:
+    """The chunk while KV blocks are short: about the requests of the emptiest micro-batch."""
+    emptiest = min((batch.num_requests for batch in state.recent), default=0)
+    return ((emptiest + TILE // 2) // TILE + 1) * TILE
+
+
+def decode_share(state: PipelineState) -> int:
+    """Live decodes / pp_size for this step; the remainder rotates over the steps."""
+    share, rest = divmod(state.decodes_alive, state.pp_size)
+    return share + (state.step % state.pp_size < rest)
+
+
+def mean_context(state: PipelineState) -> float:
+    """Tokens a decode reads, on average over the recent micro-batches."""
+    decodes = sum(batch.num_decodes for batch in state.recent)
+    return sum(batch.decode_context for batch in state.recent) / decodes if decodes else 0.0

@@ -1,0 +1,26 @@
+"""Token throttling: prefill in proportion to what waits and to the KV cache that is free.
+
+Source: gLLM, "Global Balanced Pipeline Parallelism Systems for Distributed LLMs Serving with Token
+Throttling" (SC 2025).
+"""
+
+from vllm_ppbalance.chunk.guards import decode_share
+from vllm_ppbalance.config import Settings
+from vllm_ppbalance.state import PipelineState
+
+
+class ThrottleChunk:
+    """A share of the waiting prompt tokens, beside an equal share of the decodes."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._knobs = settings.chunk
+
+    def budget(self, state: PipelineState) -> int | None:
+        """Prefill tokens plus live decodes / pp_size; no prefill once only the reserve is free."""
+        knobs = self._knobs
+        room = (state.kv_free - knobs.throttle_kv_reserve) / (1.0 - knobs.throttle_kv_reserve)
+        most = knobs.throttle_max_prefill * max(room, 0.0)
+        wanted = max(
+            state.prefill_backlog() / knobs.throttle_iterations, knobs.throttle_min_prefill
+        )
+        return max(decode_share(state) + int(min(wanted, most)), 1)
