@@ -39,14 +39,14 @@ class Cohorts:
             self.forget(request_id)
         if self._by_step:
             while self._in_flight and self._in_flight[0].batch.step <= step - self.pp_size:
-                self.ready |= self._in_flight.popleft().next_decodes
+                self._land()
         if self.parked:
             for due in [due for due in self.parked if due <= step]:
                 self.ready |= self.parked.pop(due)
 
     def scheduled(self, flight: Flight, ran: Set[str]) -> None:
         """Note a non-empty micro-batch; `ran` holds the ids of all its rows."""
-        self.ready -= ran
+        self.ready.difference_update(ran)
         if self.holds_in_a_row:
             for request_id in self.holds_in_a_row.keys() & ran:
                 del self.holds_in_a_row[request_id]
@@ -57,7 +57,7 @@ class Cohorts:
         """Note that micro-batch `step` came out of the last stage."""
         if not self._by_step:
             while self._in_flight and self._in_flight[0].batch.step <= step:
-                self.ready |= self._in_flight.popleft().next_decodes
+                self._land()
 
     def hold(self, holds: Mapping[str, int], step: int) -> None:
         """Park ready decodes, each for its number of steps from `step` on."""
@@ -78,13 +78,17 @@ class Cohorts:
             parked.discard(request_id)
         return held
 
-    def in_flight(self, step: int) -> list[MicroBatch]:
-        """The other cohorts' micro-batches at the time `step` is formed, oldest first."""
-        oldest = step - self.pp_size + 1
-        return [flight.batch for flight in self._in_flight if flight.batch.step >= oldest]
+    def in_flight(self) -> list[MicroBatch]:
+        """The other cohorts' micro-batches after `begin_step`, oldest first."""
+        return [flight.batch for flight in self._in_flight]
 
     def parked_counts(self) -> dict[int, int]:
         """Held decodes by the step they return at."""
         if not self.parked:
             return {}
         return {step: len(ids) for step, ids in self.parked.items() if ids}
+
+    def _land(self) -> None:
+        landed = self._in_flight.popleft().next_decodes
+        # Nobody else needs the set of a micro-batch that is done.
+        self.ready = self.ready | landed if self.ready else landed

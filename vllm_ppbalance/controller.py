@@ -37,43 +37,40 @@ class Controller:
             Off() if cadence == "none" else make_rebalance_policy(settings)
         )
         self.num_moves = 0  # decodes held so far, each counted once per hold
-        self._calm_from_step = 0  # no admission before this step: see `_admits`
+        self._calm_until = 0  # the step from which waiting requests may enter again
 
     def decide(self, state: PipelineState) -> Decision:
         """The budget and the holds for this micro-batch; the holds are noted as done."""
-        hold = self._safe_hold(self.rebalance.hold(state), state)
-        budget = self._safe_budget(self.chunk.budget(state), state)
+        hold = self.rebalance.hold(state)
         if hold:
+            hold = self._safe_hold(hold, state)
             self.cohorts.hold(hold, state.step)
             self.num_moves += len(hold)
+        budget = self.chunk.budget(state)
+        if state.step < self._calm_until and self._keeps_calm(state):
+            budget = min(state.decode_budget, state.max_budget)
+        elif budget is None:
+            budget = state.max_budget
+        else:
+            budget = min(max(budget, state.min_budget), state.max_budget)
         return Decision(budget, hold)
 
     def preempted(self, request_id: str, step: int) -> bool:
         """Note that a request lost its KV blocks in `step`; True if it was being held."""
-        self._calm_from_step = step + 2 * self.pp_size
+        self._calm_until = step + 2 * self.pp_size
         return self.cohorts.forget(request_id)
 
-    def _admits(self, state: PipelineState) -> bool:
-        """Whether waiting requests may enter.
+    def _keeps_calm(self, state: PipelineState) -> bool:
+        """Whether the waiting requests stay out, soon after a preemption.
 
-        Not within one round of a preemption: with balanced micro-batches every step both decodes
-        and admits, so the victim would come back at once and push out the next.
+        With balanced micro-batches every step both decodes and admits: the victim would come back
+        at once and push out the next. Running requests always go on.
         """
         balanced = not isinstance(self.rebalance, Off)
-        calm = state.step >= self._calm_from_step
-        return calm or not balanced or not state.num_ready or state.num_prefilling > 0
-
-    def _safe_budget(self, budget: int | None, state: PipelineState) -> int:
-        if not self._admits(state):
-            return min(state.decode_budget, state.max_budget)
-        if budget is None:
-            return state.max_budget
-        return min(max(budget, state.min_budget), state.max_budget)
+        return balanced and state.num_ready > 0 and not state.num_prefilling
 
     def _safe_hold(self, hold: Mapping[str, int], state: PipelineState) -> Mapping[str, int]:
         """At most pp_size - 1 steps in a row for anyone, and never all that could run."""
-        if not hold:
-            return hold
         longest = self.pp_size - 1
         past = self.cohorts.holds_in_a_row
         safe = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Set
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -119,8 +119,8 @@ class PPBalanceMixin:
             min_budget=min(decode_budget + self._budget_floor, self._stock_budget),
             decode_budget=decode_budget,
             num_ready=num_ready,
-            ready=Lazy(partial(self._ready, step)),
-            in_flight=cohorts.in_flight(step),
+            ready=Lazy(self._ready, step),
+            in_flight=cohorts.in_flight(),
             recent=cohorts.recent,
             parked=cohorts.parked_counts(),
             num_waiting=num_waiting,
@@ -164,20 +164,21 @@ class PPBalanceMixin:
         if not tokens:
             own.timer.scheduled(Step(output, step, NOBODY, NOBODY))
             return
-        ran = set(tokens)
+        ran = tokens.keys()
         prompts = self._prompts(output, ran)
         cached = output.scheduled_cached_reqs
         context = sum(cached.num_computed_tokens)
         decode_tokens = output.total_num_scheduled_tokens
         decodes: Set[str] = ran
-        next_decodes, firsts = ran.copy(), NOBODY
+        next_decodes, firsts = set(ran), NOBODY
         prefills: tuple[tuple[int, int], ...] = ()
         if prompts:
             unfinished = {r for r in prompts if self.requests[r].is_prefill_chunk}
             self._prefilling = (self._prefilling - prompts) | unfinished
             done = prompts - unfinished
             firsts = {r for r in done if not self.requests[r].num_output_tokens}
-            decodes, next_decodes = ran - prompts, ran - unfinished
+            decodes = ran - prompts
+            next_decodes -= unfinished
             before = {r: self.requests[r].num_computed_tokens - tokens[r] for r in prompts}
             prefills = tuple((tokens[r], prefix) for r, prefix in before.items())
             decode_tokens -= sum(new for new, _ in prefills)

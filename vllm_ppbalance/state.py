@@ -2,11 +2,14 @@
 
 Times are seconds on the injected clock, counts are tokens or requests, `step` is the number of
 the `schedule()` call about to be made (vLLM's `Scheduler.current_step` after it increments).
+What is made anew at every step is a named tuple: as frozen as a frozen dataclass, made in a third
+of the time.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar, overload
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, overload
 
 T = TypeVar("T")
 
@@ -24,15 +27,16 @@ class Clock(Protocol):
 class Lazy(Sequence[T], Generic[T]):
     """A sequence built on first use, so that a policy pays only for what it reads."""
 
-    __slots__ = ("_build", "_items")
+    __slots__ = ("_args", "_build", "_items")
 
-    def __init__(self, build: Callable[[], Sequence[T]]) -> None:
+    def __init__(self, build: Callable[..., Sequence[T]], *args: Any) -> None:
         self._build = build
+        self._args = args
         self._items: Sequence[T] | None = None
 
     def _get(self) -> Sequence[T]:
         if self._items is None:
-            self._items = self._build()
+            self._items = self._build(*self._args)
         return self._items
 
     @overload
@@ -71,8 +75,7 @@ class Waiting:
     running: bool = False  # admitted: its prompt is being computed chunk by chunk
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """One non-empty `schedule()` result on its way through the stages."""
 
     step: int
@@ -94,8 +97,7 @@ class MicroBatch:
         return self.decode_tokens + self.prefill_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class LatencyTotals:
+class LatencyTotals(NamedTuple):
     """Sums since the engine started; a policy subtracts the totals it saw last."""
 
     ttft_s: float = 0.0
@@ -123,8 +125,7 @@ class LatencyTotals:
         return self.gap_s / self.gaps if self.gaps else None
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineState:
+class PipelineState(NamedTuple):
     """The pipeline just before micro-batch `step` is formed.
 
     `in_flight` holds the at most pp_size - 1 newest micro-batches that were scheduled before this
@@ -142,7 +143,7 @@ class PipelineState:
     ready: Sequence[Decode]  # exactly those, oldest first
     in_flight: Sequence[MicroBatch] = ()
     recent: Sequence[MicroBatch] = ()  # the pp_size newest non-empty micro-batches, oldest first
-    parked: Mapping[int, int] = field(default_factory=dict)
+    parked: Mapping[int, int] = MappingProxyType({})
     num_waiting: int = 0
     num_prefilling: int = 0  # admitted requests whose prompt is being computed chunk by chunk
     waiting: Sequence[Waiting] = ()
@@ -178,8 +179,7 @@ class PipelineState:
         return sizes
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """What a step's micro-batch may hold.
 
     `budget` is in tokens, decodes included. `hold` maps a ready decode to the number of steps it
@@ -187,7 +187,7 @@ class Decision:
     """
 
     budget: int
-    hold: Mapping[str, int] = field(default_factory=dict)
+    hold: Mapping[str, int] = MappingProxyType({})
 
 
 class ChunkPolicy(Protocol):

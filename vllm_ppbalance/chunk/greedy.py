@@ -3,9 +3,12 @@
 Source: "Revisiting Pipeline Parallelism for LLM Serving" (OSDI 2026), greedy chunk control.
 """
 
+from operator import attrgetter
+
 from vllm_ppbalance.config import Settings
 from vllm_ppbalance.state import LatencyTotals, PipelineState
 
+NUM_REQUESTS = attrgetter("num_requests")
 TILE = 128  # the published granularity of the guard and of the low-memory rule, tokens
 
 
@@ -24,14 +27,14 @@ class GreedyChunk:
         if state.step >= self._next_step:
             self._next_step = state.step + state.pp_size
             self._decide(state)
-        fullest = max([batch.num_requests for batch in state.recent], default=0)
+        fullest = max(map(NUM_REQUESTS, state.recent), default=0)
         guard = -(-(fullest + 1) // TILE) * TILE
         return max(self._chunk, guard)
 
     def _decide(self, state: PipelineState) -> None:
         knobs = self._settings.chunk
         if state.kv_free < knobs.kv_free_threshold:
-            emptiest = min((batch.num_requests for batch in state.recent), default=0)
+            emptiest = min(map(NUM_REQUESTS, state.recent), default=0)
             if self._saved_chunk is None:
                 self._saved_chunk = self._chunk
             self._chunk = ((emptiest + TILE // 2) // TILE + 1) * TILE

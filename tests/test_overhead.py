@@ -1,0 +1,77 @@
+"""What our part of schedule() costs beside vLLM's own, in the same run."""
+
+from collections import deque
+from statistics import median
+from time import perf_counter
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from bench.engine import RequestSpec
+from bench.vllm_harness import VllmAdapter, build_scheduler
+from tests.worlds import ASYNC, SYNC, settings
+from vllm_ppbalance import Scheduler
+
+pytestmark = pytest.mark.scheduler
+
+RUNNING, PP_SIZE = 256, 4
+
+
+class Loop:
+    """256 running decodes over four micro-batches; `step` is one schedule() and one update."""
+
+    def __init__(self, mode, config):
+        self.scheduler = build_scheduler(
+            Scheduler,
+            pp_size=PP_SIZE,
+            max_num_seqs=512,
+            num_gpu_blocks=1 << 14,
+            additional_config=config,
+            **mode,
+        )
+        self.ours_s = 0.0
+        guard = self.scheduler._guard
+
+        def timed(hook, *args):
+            started = perf_counter()
+            guard(hook, *args)
+            self.ours_s += perf_counter() - started
+
+        self.scheduler._guard = timed
+        self.adapter = VllmAdapter()
+        self.in_flight = deque()
+        for i in range(RUNNING):
+            spec = RequestSpec(f"r{i}", 0.0, 16, 4000)
+            self.adapter.add_request(self.scheduler, spec)
+
+    def step(self):
+        """Seconds of ours and of vLLM's in this schedule()."""
+        self.ours_s = 0.0
+        started = perf_counter()
+        output = self.scheduler.schedule()
+        whole_s = perf_counter() - started
+        ours_s = self.ours_s
+        self.in_flight.append((output, self.adapter.plan(self.scheduler, output)))
+        if len(self.in_flight) >= self.adapter.queue_depth(self.scheduler):
+            oldest, plan = self.in_flight.popleft()
+            answer = self.adapter.model_output(self.scheduler, oldest, plan, None)
+            self.scheduler.update_from_output(oldest, answer)
+        return ours_s, whole_s - ours_s
+
+
+@pytest.mark.parametrize("mode", [SYNC, ASYNC], ids=["sync", "async-v2"])
+@pytest.mark.parametrize("rebalance", ["even_share", "threshold"])
+def test_under_five_percent_of_schedule(benchmark, mode, rebalance):
+    loop = Loop(mode, settings(chunk="greedy", rebalance=rebalance))
+    for _ in range(80):
+        loop.step()
+    steps = []
+    benchmark.pedantic(lambda: steps.append(loop.step()), rounds=400)
+    share = median(ours / vllm for ours, vllm in steps)
+    benchmark.extra_info["ours_us"] = round(median(ours for ours, _ in steps) * 1e6, 1)
+    benchmark.extra_info["vllm_us"] = round(median(vllm for _, vllm in steps) * 1e6, 1)
+    benchmark.extra_info["share_percent"] = round(100 * share, 2)
+    print(f"ours {benchmark.extra_info} at {RUNNING} running requests")
+    assert len(loop.scheduler.running) == RUNNING
+    assert share < 0.05
