@@ -116,7 +116,7 @@ def engine_args(tmp_path):
     from bench.vllm_harness import _model_dir
 
     def make(**fields):
-        fields = {"model": _model_dir(False), "skip_tokenizer_init": True, **fields}
+        fields = {"model": _model_dir(False).name, "skip_tokenizer_init": True, **fields}
         return EngineArgs(max_model_len=512, pipeline_parallel_size=2, **fields)
 
     return make

@@ -145,7 +145,10 @@ def test_tokens_are_those_of_stock_and_nothing_is_left_behind(mode, pp_size, reb
     assert not own.cohorts.holds_in_a_row
     assert not any(own.cohorts.parked.values())
     assert not own.timer.last_token_s.keys() - ours.scheduler.finished_req_ids
-    assert not ours.scheduler._prefilling - ours.scheduler.finished_req_ids
+    assert not own.prefilling - ours.scheduler.finished_req_ids
+    own.finished(ours.scheduler.finished_req_ids)
+    assert own.backlog.waiting_tokens == 0
+    assert own.backlog.arrived_tokens == sum(spec.prompt for spec in mixed_load(1))
 
 
 @each_mode
@@ -330,7 +333,7 @@ def test_schedule_passes_on_what_it_does_not_know():
     assert inspect.isfunction(Stock.schedule)
 
 
-HOOKS = ["_before", "_after", "_observe", "_state", "_ready", "_forget_preempted"]
+HOOKS = ["_before", "_after", "_observe", "_prompts", "_forget_preempted"]
 
 
 @each_mode

@@ -1,8 +1,9 @@
 """Decides each micro-batch: asks the policies, keeps their answers within what is safe."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
+from vllm_ppbalance.backlog import Backlog
 from vllm_ppbalance.chunk import make_chunk_policy
 from vllm_ppbalance.cohorts import Cohorts
 from vllm_ppbalance.config import Settings
@@ -32,6 +33,9 @@ class Controller:
         self.clock: Clock = SystemClock()
         self.cohorts = Cohorts(pp_size, by_step=cadence == "step")
         self.timer = StepTimer()
+        self.backlog = Backlog()
+        self.prefilling: set[str] = set()  # admitted requests with prompt left to compute
+        self.budget_floor = 1  # tokens beyond the decodes' that keep every prompt going
         self.chunk = make_chunk_policy(settings)
         self.rebalance: RebalancePolicy = (
             Off() if cadence == "none" else make_rebalance_policy(settings)
@@ -55,8 +59,19 @@ class Controller:
             budget = min(max(budget, state.min_budget), state.max_budget)
         return Decision(budget, hold)
 
-    def preempted(self, request_id: str, step: int) -> bool:
-        """Note that a request lost its KV blocks in `step`; True if it was being held."""
+    def finished(self, request_ids: Collection[str]) -> None:
+        """Forget requests that finished or were aborted."""
+        self.prefilling.difference_update(request_ids)
+        self.backlog.left(request_ids)
+        self.timer.forget(request_ids)
+
+    def preempted(self, request_id: str, num_tokens: int, step: int) -> bool:
+        """Note that a request lost its KV blocks in `step`; True if it was being held.
+
+        It has `num_tokens` to compute again.
+        """
+        self.prefilling.discard(request_id)
+        self.backlog.returned(request_id, num_tokens)
         self._calm_until = step + 2 * self.pp_size
         return self.cohorts.forget(request_id)
 

@@ -1,0 +1,27 @@
+"""Prompt tokens that wait to be computed, kept up to date event by event: no scan of the queue."""
+
+from collections.abc import Iterable
+
+
+class Backlog:
+    """Tokens of the requests not yet admitted, and of all that ever arrived."""
+
+    def __init__(self) -> None:
+        self.waiting_tokens = 0
+        self.arrived_tokens = 0
+        self._waiting: dict[str, int] = {}
+
+    def arrived(self, request_id: str, num_tokens: int) -> None:
+        """Count a new request."""
+        self.arrived_tokens += num_tokens
+        self.returned(request_id, num_tokens)
+
+    def returned(self, request_id: str, num_tokens: int) -> None:
+        """Count a request that has to compute its tokens again."""
+        self.waiting_tokens += num_tokens - self._waiting.get(request_id, 0)
+        self._waiting[request_id] = num_tokens
+
+    def left(self, request_ids: Iterable[str]) -> None:
+        """Drop requests that were admitted, finished or aborted; others are ignored."""
+        for request_id in request_ids:
+            self.waiting_tokens -= self._waiting.pop(request_id, 0)

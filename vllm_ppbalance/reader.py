@@ -1,0 +1,114 @@
+"""Reads vLLM's scheduler and requests into the values that policies see.
+
+With `scheduler.py` the only place that knows their fields.
+"""
+
+from typing import Any
+
+from vllm_ppbalance.controller import Controller
+from vllm_ppbalance.state import Decode, Lazy, PipelineState, Waiting
+
+
+def read_state(scheduler: Any, own: Controller, step: int, stock_budget: int) -> PipelineState:
+    """The pipeline just before micro-batch `step`; `stock_budget` is vLLM's, in tokens."""
+    cohorts = own.cohorts
+    num_ready = len(cohorts.ready)
+    decode_budget = num_ready * (1 + scheduler.num_spec_tokens)
+    requests, chunked = scheduler.requests, own.prefilling
+    waiting_tokens = own.backlog.waiting_tokens
+    for request_id in chunked:
+        request = requests[request_id]
+        waiting_tokens += request.num_tokens - request.num_computed_tokens
+    return PipelineState(
+        step=step,
+        now_s=own.clock.monotonic(),
+        pp_size=cohorts.pp_size,
+        max_budget=stock_budget,
+        min_budget=min(decode_budget + own.budget_floor, stock_budget),
+        decode_budget=decode_budget,
+        num_ready=num_ready,
+        ready=Lazy(ready_decodes, scheduler, own, step),
+        in_flight=cohorts.in_flight(),
+        recent=cohorts.recent,
+        parked=cohorts.parked_counts(),
+        num_waiting=scheduler.get_request_counts()[1],
+        num_prefilling=len(chunked),
+        waiting=Lazy(waiting_prompts, scheduler, own),
+        kv_free=1.0 - scheduler.kv_cache_manager.usage,
+        totals=own.timer.totals,
+        arrived_tokens=own.backlog.arrived_tokens,
+        waiting_tokens=waiting_tokens,
+    )
+
+
+def ready_decodes(scheduler: Any, own: Controller, step: int) -> list[Decode]:
+    """The decodes that vLLM would schedule in `step`, in its order: oldest admission first."""
+    cohorts, last = own.cohorts, own.timer.last_token_s
+    return [
+        Decode(
+            request.request_id,
+            request.num_computed_tokens,
+            request.num_output_tokens,
+            cohorts.holds_in_a_row.get(request.request_id, 0),
+            last.get(request.request_id, 0.0),
+        )
+        for request in scheduler.running
+        if request.request_id in cohorts.ready and _can_decode(request, step)
+    ]
+
+
+def _can_decode(request: Any, step: int) -> bool:
+    in_flight = request.num_output_placeholders
+    if in_flight and request.num_output_tokens + in_flight >= request.max_tokens:
+        return False  # its last token is on its way
+    return bool(
+        not request.is_prefill_chunk
+        and request.next_decode_eligible_step <= step
+        and request.num_tokens_with_spec + in_flight > request.num_computed_tokens
+    )
+
+
+def waiting_prompts(scheduler: Any, own: Controller) -> list[Waiting]:
+    """Prompts half computed, then those not yet admitted, in vLLM's order."""
+    now_s = own.clock.time()
+
+    def read(request: Any, running: bool) -> Waiting:
+        return Waiting(
+            request.request_id,
+            request.num_tokens - request.num_computed_tokens,
+            request.num_computed_tokens,
+            max(now_s - request.arrival_time, 0.0),
+            running,
+        )
+
+    chunked = [read(r, True) for r in scheduler.running if r.request_id in own.prefilling]
+    # 0.31 or so renamed the queue of those that were passed over.
+    passed_over = getattr(scheduler, "kv_holding_waiting", None)
+    if passed_over is None:
+        passed_over = scheduler.skipped_waiting
+    return chunked + [read(r, False) for r in (*passed_over, *scheduler.waiting)]
+
+
+def cadence(vllm_config: Any) -> str:
+    """How vLLM spaces a request's decodes under this configuration; see `Controller`."""
+    if not vllm_config.scheduler_config.async_scheduling:
+        return "completion"
+    return "step" if vllm_config.use_v2_model_runner else "none"
+
+
+def smallest_budget(scheduler: Any) -> int:
+    """Tokens a micro-batch needs beyond its decodes so that a prompt always makes progress.
+
+    The stock budget where vLLM may need all of it at once: prompts that cannot be chunked, or
+    multi-modal items that must not be split.
+    """
+    config = scheduler.vllm_config.scheduler_config
+    whole_items = scheduler.max_num_encoder_input_tokens and (
+        scheduler.is_encoder_decoder or config.disable_chunked_mm_input
+    )
+    if not config.enable_chunked_prefill or whole_items:
+        return int(scheduler.max_num_scheduled_tokens)
+    floor = max(1, config.long_prefill_token_threshold)
+    if scheduler.need_mamba_block_aligned_split:
+        floor = max(floor, scheduler.cache_config.block_size)
+    return int(floor + getattr(scheduler, "num_prefill_lookahead", 0))
