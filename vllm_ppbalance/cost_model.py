@@ -4,8 +4,9 @@ Form after the adaptive latency predictor of "Revisiting Pipeline Parallelism fo
 (OSDI 2026): a base by tokens plus interference terms; here the base is learnt too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import isfinite
+from operator import mul
 from typing import Any, Self
 
 import numpy as np
@@ -32,12 +33,14 @@ REFERENCE_TOKENS = 64  # terms other than the base are in multiples of the time 
 FORGETTING = 0.9975  # published
 VARIANCE = 1.25  # published, of each interference term
 BASE_VARIANCE = 0.05  # the base is measured: it starts known to about a fifth
+KNOWN = 1e-12  # variance of a term that is not learnt
 CLIP = 0.4  # published: errors beyond this share of the prediction are cut to it
 FLOOR = 0.2  # a prediction is at least this share of its base
 SCALES = (1e-3, 1e3)  # bounds of the base's factor, far outside what a GPU does
 LOWEST = np.array([SCALES[0], -np.inf, *[0.0] * (len(UNITS) - 2)])
 JUMP_SAMPLES = 8  # cut errors of one sign in a row that mean the stage has changed
-MIN_SAMPLES = 32  # before a model without a profile is trusted
+JUMP_ALIKE = 2.0  # largest over smallest change among them for all terms to change alike
+MIN_SAMPLES = 32  # before a model is trusted that has no profile, or after a jump
 MIN_SIZES = 3  # a table of fewer sizes says nothing about the others
 MAX_ERROR = 0.5  # mean absolute error, as a share, from which the model is not trusted
 ERROR_RATE = 1 / 32
@@ -51,22 +54,30 @@ class CostModel:
     """Seconds of the slowest stage for a micro-batch: base(tokens) + theta . features.
 
     `profiled` says that `table` was measured on this deployment; otherwise the model is not
-    trusted until it has seen MIN_SAMPLES. `theta` has one number for each of UNITS.
+    trusted until it has seen MIN_SAMPLES. `theta` has one number for each of UNITS; those not in
+    `learn` keep it.
     """
 
     def __init__(
-        self, table: BaseTable, theta: Sequence[float] | None = None, *, profiled: bool = False
+        self,
+        table: BaseTable,
+        theta: Sequence[float] | None = None,
+        *,
+        profiled: bool = False,
+        learn: Collection[str] = tuple(UNITS),
     ) -> None:
         self._table = table
         self._profiled = profiled
+        self._trust_from = 0 if profiled else MIN_SAMPLES
         start = [1.0, *[0.0] * (len(UNITS) - 1)] if theta is None else list(theta)
         variance = [BASE_VARIANCE, *[VARIANCE] * (len(UNITS) - 1)]
+        variance = [v if name in learn else KNOWN for name, v in zip(UNITS, variance, strict=True)]
         self._rls = RecursiveLeastSquares(start, variance, FORGETTING)
         self._units = list(reference_units(table).values())
         self.num_samples = 0
         self.mean_error = 0.0  # absolute, as a share of what was measured; recent samples
         self._terms: list[float] = []
-        self._cut_in_a_row = 0
+        self._cut: list[tuple[bool, list[float], float]] = []  # (too short, raw features, seconds)
         self._last_s: float | None = None
         self._prefix_lengths: set[int] = set()
         self._refresh()
@@ -109,16 +120,19 @@ class CostModel:
         if not (usable and 0.0 < weight <= 1.0):
             return False
         self._note_age(now_s)
-        predicted = self.predict(num_tokens, prefills, decodes, decode_context)
-        error = measured_s / predicted - 1.0
         raw = self._features(num_tokens, prefills, decodes, decode_context)
+        predicted = max(sum(map(mul, raw, self._terms)), FLOOR * self._terms[0] * raw[0])
+        error = measured_s / predicted - 1.0
         x = [value * unit / predicted for value, unit in zip(raw, self._units, strict=True)]
         if not self._rls.update(x, error, weight, CLIP):
             return False
         self._bound()
         self._table.learn(num_tokens, min(max(error, -CLIP), CLIP), weight)
         self._refresh()
-        self._note_error(error, abs(predicted / measured_s - 1.0), weight)
+        self.num_samples += 1
+        share = min(abs(predicted / measured_s - 1.0), 1.0)
+        self.mean_error += ERROR_RATE * weight * (share - self.mean_error)
+        self._note_jump(error, raw, measured_s)
         for _, before in prefills:
             self._note_prefix(before)
         return True
@@ -151,8 +165,10 @@ class CostModel:
         table = self._table
         if len(table.tokens) < MIN_SIZES:
             return f"it was fitted on {len(table.tokens)} batch size(s), {MIN_SIZES} are needed"
-        if not self._profiled and self.num_samples < MIN_SAMPLES:
-            return f"{self.num_samples} of the {MIN_SAMPLES} first stage times measured"
+        missing = self._trust_from - self.num_samples
+        if missing > 0:
+            what = "its first" if self._trust_from <= MIN_SAMPLES else "after a sudden change its"
+            return f"{what} {MIN_SAMPLES} stage times are not measured yet"
         if self.mean_error > MAX_ERROR:
             return f"its predictions are off by {self.mean_error:.0%} on average"
         first, last = table.tokens[0], table.tokens[-1]
@@ -168,7 +184,7 @@ class CostModel:
             "seconds": list(self._table.seconds),
             "tile": self._table.tile,
             "tile_s": self._table.tile_s,
-            "theta": [float(value) for value in self._rls.theta],
+            "terms": self.terms(),
             "profiled": self._profiled,
             "num_samples": self.num_samples,
             "prefix_lengths": sorted(self._prefix_lengths),
@@ -187,9 +203,8 @@ class CostModel:
                 float(saved["tile_s"]),
                 samples=float(MIN_SAMPLES),
             )
-            theta = [float(value) for value in saved["theta"]]
-            if len(theta) != len(UNITS):
-                raise ValueError(f"{len(theta)} coefficients, needs {len(UNITS)}")
+            units = reference_units(table)
+            theta = [float(saved["terms"][name]) / unit for name, unit in units.items()]
             model = cls(table, theta, profiled=bool(saved["profiled"]))
             model.num_samples = int(saved["num_samples"])
             model._prefix_lengths = {int(n) for n in saved["prefix_lengths"]}
@@ -229,19 +244,25 @@ class CostModel:
     def _note_prefix(self, before: int) -> None:
         self._prefix_lengths.add(before // PREFIX_BUCKET)
 
-    def _note_error(self, error: float, share: float, weight: float) -> None:
-        rate = ERROR_RATE * weight
-        self.mean_error += rate * (min(share, 1.0) - self.mean_error)
-        self.num_samples += 1
-        if abs(error) <= CLIP:
-            self._cut_in_a_row = 0
-        elif (error > 0.0) == (self._cut_in_a_row >= 0):
-            self._cut_in_a_row += 1 if error > 0.0 else -1
-        else:
-            self._cut_in_a_row = 1 if error > 0.0 else -1
-        if abs(self._cut_in_a_row) >= JUMP_SAMPLES:
-            self._rls.doubt()
-            self._cut_in_a_row = 0
+    def _note_jump(self, error: float, raw: list[float], measured_s: float) -> None:
+        """After some errors of one sign in a row, all too large to learn from whole, start anew."""
+        too_short = error > 0.0
+        if abs(error) <= CLIP or (self._cut and self._cut[-1][0] != too_short):
+            self._cut.clear()
+        if abs(error) > CLIP:
+            self._cut.append((too_short, raw, measured_s))
+        if len(self._cut) < JUMP_SAMPLES:
+            return
+        self._rls.doubt()
+        self._trust_from = self.num_samples + MIN_SAMPLES
+        changes = sorted(s / max(sum(map(mul, x, self._terms)), 1e-9) for _, x, s in self._cut)
+        bases = [x[0] for _, x, _ in self._cut]
+        # Alike over batches of unlike size: the GPU is slower or faster, not one kind of work.
+        if changes[-1] <= JUMP_ALIKE * changes[0] and max(bases) >= JUMP_ALIKE * min(bases):
+            self._rls.theta *= changes[JUMP_SAMPLES // 2]
+            self._bound()
+            self._refresh()
+        self._cut.clear()
 
     def _note_age(self, now_s: float | None) -> None:
         if now_s is None:

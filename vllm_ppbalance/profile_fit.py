@@ -1,7 +1,7 @@
 """Fits a cost model to measured micro-batches: base table, interference terms, tile steps."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from statistics import median_low
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ Floats = npt.NDArray[np.float64]
 
 TILES = (64, 128, 256, 512)  # GEMM tiles of GPUs, and their multiples by waves
 TILE_GAIN = 0.85  # a tile is found where it leaves at most this share of the error without one
+SAME_ERROR = 0.0005  # mean relative errors closer than this are alike
 KNOT_RATIO = 1.06  # sizes closer together share a table entry
 SMOOTH = 1.0  # weight of the bend at a knot against a sample's relative error
 RIDGE = 0.01  # weight of an interference term's size against a sample's relative error
@@ -35,8 +36,8 @@ class Measured(NamedTuple):
     seconds: float
 
 
-def fit_cost_model(points: Sequence[Measured]) -> CostModel:
-    """The cost model that predicts `points` best, in absolute relative error.
+def fit_cost_model(points: Sequence[Measured], terms: Collection[str] = TERMS) -> CostModel:
+    """The cost model that predicts `points` best, in absolute relative error, with these `terms`.
 
     Repeats of a shape count once, by their median, so that one-time work does not. Raises
     ValueError where no point has a positive, finite time.
@@ -44,10 +45,10 @@ def fit_cost_model(points: Sequence[Measured]) -> CostModel:
     shapes = _by_shape(points)
     tile = _find_tile(shapes)
     fit = _Fit(shapes, tile)
-    terms, rises, tile_s = fit.split(fit.solve())
+    found, rises, tile_s = fit.split(fit.solve(terms))
     table = BaseTable(fit.knots, np.cumsum(rises).tolist(), tile, tile_s, samples=SAMPLES)
     units = reference_units(table)
-    theta = [1.0, *(terms.get(name, 0.0) / units[name] for name in UNITS if name != "base")]
+    theta = [1.0, *(found.get(name, 0.0) / units[name] for name in UNITS if name != "base")]
     model = CostModel(table, theta, profiled=True)
     model.note_prefixes([before for shape in shapes for _, before in shape.prefills])
     return model
@@ -67,13 +68,16 @@ def _by_shape(points: Sequence[Measured]) -> list[Measured]:
 
 
 def _find_tile(shapes: Sequence[Measured]) -> int:
-    """The tile whose steps explain the times clearly better than a smooth table; 0 for none."""
-    best, least = 0, TILE_GAIN * _Fit(shapes, 0).error()
-    for tile in TILES:
-        error = _Fit(shapes, tile).error()
-        if error < least:
-            best, least = tile, error
-    return best
+    """The tile whose steps explain the times clearly better than a smooth table; 0 for none.
+
+    Where a profile cannot tell tiles apart, as it has no sizes in between, the largest.
+    """
+    smooth = _Fit(shapes, 0).error()
+    errors = {tile: _Fit(shapes, tile).error() for tile in TILES}
+    least = min(errors.values())
+    if least > TILE_GAIN * smooth:
+        return 0
+    return max(tile for tile, error in errors.items() if error <= least + SAME_ERROR)
 
 
 class _Fit:
@@ -95,9 +99,10 @@ class _Fit:
         self._design = np.hstack(columns) / times[:, None]
         self._penalty = self._penalties(np.interp(self.knots, *_sorted_pairs(sizes, times)))
 
-    def solve(self) -> Floats:
+    def solve(self, terms: Collection[str] = TERMS) -> Floats:
         """Seconds of each column, by reweighted least squares without the negative ones."""
         free = np.ones(self._design.shape[1], dtype=bool)
+        free[: len(TERMS)] = [name in terms for name in TERMS]
         while True:
             solved = self._solve(free)
             negative = solved < 0.0

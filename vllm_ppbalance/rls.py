@@ -6,6 +6,7 @@ identification", Automatica 23 (1987).
 
 from collections.abc import Sequence
 from math import inf, isfinite, sqrt
+from operator import mul
 
 import numpy as np
 import numpy.typing as npt
@@ -46,13 +47,11 @@ class RecursiveLeastSquares:
         `weight` is the sample's trust, 1 for a normal one. Returns False, and learns nothing, when
         a number is not finite or the weight not above 0.
         """
-        if not (isfinite(error) and 0.0 < weight < inf):
+        if not (isfinite(error) and isfinite(sum(map(mul, x, x))) and 0.0 < weight < inf):
             return False
         features = np.array(x, dtype=np.float64)
         gain = self.covariance @ features
         doubt = weight * float(features @ gain)  # how unsure the prediction is, against noise
-        if not isfinite(doubt):
-            return False
         if doubt <= 0.0:
             return True
         keep = self._forgetting - (1.0 - self._forgetting) / doubt

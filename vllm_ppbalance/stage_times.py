@@ -2,6 +2,8 @@
 
 from math import inf
 
+ALIKE = 1.02  # batches alike reach all stages just in time: noise decides which bound is least
+
 
 class StageTimes:
     """Infers each micro-batch's time on a stage of a pipeline of `pp_size` like stages.
@@ -22,11 +24,11 @@ class StageTimes:
         or less when the clock or the order is off.
         """
         stages = len(self._left)
-        seconds, by_gap = (completed_s - submitted_s) / stages, False
-        for stage, left_s in enumerate(self._left):
-            bound = (completed_s - left_s) / (stages - stage)
-            if bound <= seconds:
-                seconds, by_gap = bound, stage == stages - 1
+        bounds = [
+            (completed_s - left_s) / (stages - stage) for stage, left_s in enumerate(self._left)
+        ]
+        seconds = min((completed_s - submitted_s) / stages, *bounds)
+        by_gap = bounds[-1] <= seconds * ALIKE
         at = submitted_s
         for stage, left_s in enumerate(self._left):
             at = max(at, left_s) + max(seconds, 0.0)
