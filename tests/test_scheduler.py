@@ -7,6 +7,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import vllm
+
 from bench.engine import RequestSpec
 from tests.worlds import ASYNC, MODES, SYNC, batch_of, serve, settings
 
@@ -247,6 +249,10 @@ def test_prefix_cache_hits(mode):
         assert computed < 2 * len(shared)
 
 
+@pytest.mark.skipif(
+    vllm.__version__.startswith("0.23."),
+    reason="stock vLLM 0.23 schedules negative token counts with drafts and synchronous PP",
+)
 def test_ngram_speculation_sync():
     requests = batch_of(12, max_tokens=60)
     options = {"pp_size": 4, "num_draft_tokens": 3, **SYNC}

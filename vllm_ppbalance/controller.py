@@ -12,6 +12,8 @@ from vllm_ppbalance.rebalance.off import Off
 from vllm_ppbalance.state import Clock, Decision, PipelineState, RebalancePolicy
 from vllm_ppbalance.step_timer import StepTimer
 
+CALM_ROUNDS = 4  # without admission after a preemption, while decodes run
+
 
 class SystemClock:
     """The machine's clocks."""
@@ -72,7 +74,7 @@ class Controller:
         """
         self.prefilling.discard(request_id)
         self.backlog.returned(request_id, num_tokens)
-        self._calm_until = step + 2 * self.pp_size
+        self._calm_until = step + CALM_ROUNDS * self.pp_size
         return self.cohorts.forget(request_id)
 
     def _keeps_calm(self, state: PipelineState) -> bool:
