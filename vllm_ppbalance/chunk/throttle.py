@@ -23,4 +23,4 @@ class ThrottleChunk:
         wanted = max(
             state.prefill_backlog() / knobs.throttle_iterations, knobs.throttle_min_prefill
         )
-        return max(decode_share(state) + int(min(wanted, most)), 1)
+        return max(decode_share(state) + round(min(wanted, most)), 1)
