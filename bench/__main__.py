@@ -1,4 +1,4 @@
-"""`python -m bench simulate|fit`."""
+"""`python -m bench simulate|fit|validate`."""
 
 import argparse
 import importlib
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 _COMMANDS = {
     "simulate": ("bench.cli_simulate", "serve one workload once in virtual time"),
+    "validate": ("bench.cli_validate", "real runs beside simulated ones"),
 }
 
 

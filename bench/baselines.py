@@ -5,7 +5,6 @@ from functools import cache
 from typing import Any
 
 from bench.policies import PPAS_PREFILL_CAP
-from vllm_ppbalance.scheduler import can_decode, waiting_requests
 
 
 class StaticCapMixin:
@@ -33,7 +32,7 @@ class StaticCapMixin:
     def _hold(self, cap: int) -> None:
         step, taken = self.current_step + 1, 0
         for request in self.running:
-            if can_decode(request, step):
+            if _decodes(request, step):
                 taken += 1
                 if taken > cap:
                     request.next_decode_eligible_step = step + 1
@@ -63,7 +62,24 @@ class PPasMixin:
         prefilling = sum(_prefilling(request) for request in self.running)
         if prefilling == len(self.running):
             return False  # nobody decodes
-        return prefilling >= 2 or prefilling + sum(map(_prefilling, waiting_requests(self))) >= 2
+        waiting = (request for queue in _waiting_queues(self) for request in queue)
+        return prefilling >= 2 or prefilling + sum(map(_prefilling, waiting)) >= 2
+
+
+def _decodes(request: Any, step: int) -> bool:
+    """Whether vLLM would take this running request as a decode in `step`."""
+    if request.is_prefill_chunk or step < request.next_decode_eligible_step:
+        return False
+    in_flight = request.num_output_placeholders
+    if in_flight and request.num_output_tokens + in_flight >= request.max_tokens:
+        return False
+    return bool(request.num_tokens_with_spec + in_flight > request.num_computed_tokens)
+
+
+def _waiting_queues(scheduler: Any) -> list[Any]:
+    """vLLM has two; the second one's name changed between releases."""
+    names = ("waiting", "skipped_waiting", "kv_holding_waiting")
+    return [getattr(scheduler, name) for name in names if hasattr(scheduler, name)]
 
 
 def _prefilling(request: Any) -> bool:

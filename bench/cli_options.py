@@ -62,6 +62,13 @@ def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--link", help=f"between stages: {', '.join(LINKS)}")
     parser.add_argument("--mode", help="async (as on GPUs, default) or sync")
     parser.add_argument("--prefix-caching", action="store_true", default=None)
+    parser.add_argument(
+        "--no-overhead",
+        dest="pipeline_overhead",
+        action="store_false",
+        default=None,
+        help="leave out what real pipelines were seen to add (bench/pipeline_overhead.py)",
+    )
     parser.add_argument("--slo-ttft", type=float, help="seconds (default 2)")
     parser.add_argument("--slo-tpot", type=float, help="seconds (default 0.2)")
 
@@ -90,7 +97,7 @@ def spec_fields(args: argparse.Namespace) -> dict[str, Any]:
             _override(into, name, getattr(args, option[2:].replace("-", "_")))
     if "name" not in workload:
         raise ValueError(f"--workload must name one of: {', '.join(WORKLOADS)}")
-    for name in ("link", "mode", "prefix_caching"):
+    for name in ("link", "mode", "prefix_caching", "pipeline_overhead"):
         _override(fields, name, getattr(args, name))
     if args.stage_layers is not None:
         fields["stage_layers"] = [_layers(word) for word in args.stage_layers.split(",")]

@@ -3,19 +3,27 @@
 import hashlib
 import json
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from bench.latency import load_profile
+from bench.latency import LatencyProfile, load_profile
 from bench.pipeline import LINKS
+from bench.pipeline_overhead import CALIBRATED, PipelineOverhead
 from bench.policies import Policy
 from bench.workloads import WORKLOADS, WorkloadSpec
 
 Count = Annotated[int, Field(ge=1, le=1 << 20)]
 Seconds = Annotated[float, Field(ge=0.0, le=10.0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+
+
+@cache
+def profile_of(name: str) -> LatencyProfile:
+    """A latency profile, read once."""
+    return load_profile(name)
 
 
 class _Model(BaseModel):
@@ -49,7 +57,7 @@ class SimSpec(_Model):
     `stage_layers` gives uneven splits; left out, layers split as vLLM splits them. `noise` is the
     standard deviation of the logarithm of each stage time. A run that is cut at `time_limit_s`
     counts what it left unfinished as a missed SLO. Relative workload paths are looked up in the
-    data folder.
+    data folder. `pipeline_overhead` applies `bench.pipeline_overhead` where it knows the profile.
     """
 
     workload: WorkloadSpec
@@ -66,6 +74,7 @@ class SimSpec(_Model):
     block_size: Count = 16
     prefix_caching: bool = False
     host: HostModel = HostModel()
+    pipeline_overhead: bool = True
     noise: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     seed: int = 0
     slo: Slo = Slo()
@@ -89,7 +98,7 @@ class SimSpec(_Model):
             )
         if self.link not in LINKS:
             raise ValueError(f"link {self.link!r} is unknown; there are: {', '.join(LINKS)}")
-        layers = load_profile(self.profile).num_hidden_layers
+        layers = profile_of(self.profile).num_hidden_layers
         if self.stage_layers is None:
             return self
         if len(self.stage_layers) != self.pp_size or sum(self.stage_layers) != layers:
@@ -104,7 +113,12 @@ class SimSpec(_Model):
         """Layers of each stage."""
         if self.stage_layers is not None:
             return self.stage_layers
-        return split_layers(load_profile(self.profile).num_hidden_layers, self.pp_size)
+        return split_layers(profile_of(self.profile).num_hidden_layers, self.pp_size)
+
+    @property
+    def overhead(self) -> PipelineOverhead | None:
+        """What a pipeline adds to the profile's times, where that has been measured."""
+        return CALIBRATED.get(profile_of(self.profile).name) if self.pipeline_overhead else None
 
     @property
     def num_gpu_blocks(self) -> int:

@@ -17,11 +17,10 @@ from bench.batch import BatchShape
 from bench.bubbles import Busy, Load, StageUse, bubble_ratio, decode_spread, stage_use
 from bench.clock import VirtualClock
 from bench.engine import Engine, HostTime, RequestSpec, RunResult
-from bench.latency import load_profile
 from bench.measures import RequestRecord, Slo, measure, p90_rule
 from bench.pipeline import LINKS, Activations, Pipeline
 from bench.schedulers import make_scheduler
-from bench.sim_spec import SimSpec
+from bench.sim_spec import SimSpec, profile_of
 from bench.versions import versions
 from bench.vllm_harness import VllmAdapter
 from bench.workloads import BenchRequest, build, prompt_token_ids, workload_hash
@@ -96,12 +95,15 @@ def build_workload(spec: SimSpec, data: Path | None = None) -> list[BenchRequest
 
 def make_pipeline(spec: SimSpec) -> Pipeline:
     """Stages of the spec's profile and layers, embedding on the first, LM head on the last."""
-    profile = load_profile(spec.profile)
+    profile = profile_of(spec.profile)
     seconds, layers = profile.compiled, spec.layers
-    last = len(layers) - 1
+    last, overhead = len(layers) - 1, spec.overhead
 
     def stage(index: int, num_layers: int) -> Callable[[BatchShape], float]:
-        return lambda shape: seconds(shape, num_layers, index == 0, index == last)
+        def alone(shape: BatchShape) -> float:
+            return seconds(shape, num_layers, index == 0, index == last)
+
+        return alone if overhead is None else overhead.wrap(alone, num_layers)
 
     return Pipeline(
         [stage(index, num_layers) for index, num_layers in enumerate(layers)],
@@ -206,6 +208,7 @@ def _result(
             "prompt_tokens": sum(r.prompt_tokens for r in requests),
             "output_tokens": sum(r.output_tokens for r in requests),
         },
+        "pipeline_overhead": spec.overhead.as_json() if spec.overhead else None,
         "num_gpu_blocks": spec.num_gpu_blocks,
         "measures": _measures(records, len(requests), slo),
         "pipeline": _pipeline(spec, requests, run, stages),
