@@ -177,6 +177,33 @@ class RebalanceSettings(_Section):
     )
 
 
+class ProfilingSettings(_Section):
+    """How the cost model of `alp`, `equal_latency` and `spread` gets its first numbers."""
+
+    mode: Literal["auto", "off"] = knob(
+        "auto",
+        "",
+        "`auto`: use the saved profile of this deployment, or measure one at start; `off`: start "
+        "from the model's shape and learn from serving alone.",
+    )
+    warmups: Annotated[int, Field(ge=0, le=100)] = knob(
+        3, "micro-batches", "Of each size at start, not counted."
+    )
+    repeats: Annotated[int, Field(ge=1, le=100)] = knob(
+        5, "micro-batches", "Of each size at start, measured."
+    )
+    max_seconds: Seconds = knob(30.0, "s", "Longest time for measuring at start.")
+    max_kv_share: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = knob(
+        0.5, "share", "Largest part of the KV cache that measuring may use."
+    )
+    max_age_days: Annotated[float, Field(gt=0.0, le=3650.0, allow_inf_nan=False)] = knob(
+        30.0, "days", "Age at which a saved profile is measured anew."
+    )
+    directory: str | None = knob(
+        None, "", "Where profiles are kept; unset for `vllm_ppbalance` in the user's cache."
+    )
+
+
 class Settings(_Section):
     """All settings. Sources are read in `sources.py`."""
 
@@ -184,3 +211,9 @@ class Settings(_Section):
     slo_tpot: Seconds = knob(0.2, "s", "Target for the time per output token after the first.")
     chunk: ChunkSettings = ChunkSettings()
     rebalance: RebalanceSettings = RebalanceSettings()
+    profiling: ProfilingSettings = ProfilingSettings()
+
+    @property
+    def needs_cost_model(self) -> bool:
+        """Whether a strategy in use asks for predictions."""
+        return self.chunk.strategy in ("alp", "equal_latency", "spread")

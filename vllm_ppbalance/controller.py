@@ -7,11 +7,14 @@ from vllm_ppbalance.backlog import Backlog
 from vllm_ppbalance.chunk import make_chunk_policy
 from vllm_ppbalance.cohorts import Cohorts
 from vllm_ppbalance.config import Settings
+from vllm_ppbalance.cost_model import CostModel
+from vllm_ppbalance.profile_store import ProfileStore, Saver
 from vllm_ppbalance.rebalance import make_rebalance_policy
 from vllm_ppbalance.rebalance.off import Off
-from vllm_ppbalance.state import Clock, Decision, PipelineState, RebalancePolicy
+from vllm_ppbalance.state import Clock, Decision, MicroBatch, PipelineState, RebalancePolicy
 from vllm_ppbalance.step_timer import StepTimer
 
+WELL_FED = 2000  # samples
 CALM_ROUNDS = 4  # without admission after a preemption, while decodes run
 
 
@@ -34,7 +37,7 @@ class Controller:
         self.pp_size = pp_size
         self.clock: Clock = SystemClock()
         self.cohorts = Cohorts(pp_size, by_step=cadence == "step")
-        self.timer = StepTimer()
+        self.timer = StepTimer(pp_size)
         self.backlog = Backlog()
         self.prefilling: set[str] = set()  # admitted requests with prompt left to compute
         self.budget_floor = 1  # tokens beyond the decodes' that keep every prompt going
@@ -42,8 +45,27 @@ class Controller:
         self.rebalance: RebalancePolicy = (
             Off() if cadence == "none" else make_rebalance_policy(settings)
         )
+        self.cost_model: CostModel | None = None
+        self.saver: Saver | None = None
         self.num_moves = 0  # decodes held so far, each counted once per hold
         self._calm_until = 0  # the step from which waiting requests may enter again
+
+    def use_model(self, model: CostModel, store: ProfileStore) -> None:
+        """Predict with `model` from now on, and keep what it learns in `store`."""
+        self.cost_model = model
+        self.saver = Saver(store, model)
+        self.chunk = make_chunk_policy(self.settings, model)
+
+    def learn(self, batch: MicroBatch, seconds: float, now_s: float) -> None:
+        """Take a measured stage time of a micro-batch into the cost model."""
+        model = self.cost_model
+        # A well-fed model learns from one micro-batch a round: the rest tells it little.
+        if model is None or (model.num_samples > WELL_FED and batch.step % self.pp_size):
+            return
+        decodes, context = batch.num_decodes, batch.decode_context
+        model.observe(batch.num_tokens, batch.prefills, decodes, context, seconds, now_s=now_s)
+        if self.saver is not None:
+            self.saver.tick(now_s)
 
     def decide(self, state: PipelineState) -> Decision:
         """The budget and the holds for this micro-batch; the holds are noted as done."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ppbalance.cohorts import Flight
 from vllm_ppbalance.controller import Controller
+from vllm_ppbalance.profiling import ProfileRun, finish, own_request, prepare
 from vllm_ppbalance.reader import cadence, read_state, smallest_budget
 from vllm_ppbalance.state import MicroBatch
 from vllm_ppbalance.step_timer import Step
@@ -54,6 +55,10 @@ class PPBalanceMixin:
         self.ppbalance.budget_floor = smallest_budget(self)
         self.ppbalance_failed = False
         self._stock_budget: int = self.max_num_scheduled_tokens
+        self._profile_run: ProfileRun | None = None
+        if self.settings.needs_cost_model:
+            hash_block = kwargs.get("hash_block_size") or kwargs.get("block_size", 16)
+            self._guard(self._prepare_model, hash_block)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's schedule(), within the budget and without the held decodes."""
@@ -69,11 +74,15 @@ class PPBalanceMixin:
         """vLLM's update_from_output(); the latencies of the finished step are noted."""
         result = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         self._guard(self._observe, scheduler_output, result)
+        if self._profile_run is not None:
+            self._guard(self._advance_profile, self._profile_run, result)
         return result
 
     def add_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's add_request(); the prompt is counted."""
         new = request.request_id not in self.requests
+        if self._profile_run is not None and not own_request(request.request_id):
+            self._guard(self._end_profile, "a request came in")
         result = super().add_request(request, *args, **kwargs)  # type: ignore[misc]
         if new:
             self._guard(self.ppbalance.backlog.arrived, request.request_id, request.num_tokens)
@@ -82,6 +91,12 @@ class PPBalanceMixin:
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._guard(self._forget_preempted, request)
         return super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def shutdown(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's shutdown(); what was learnt is kept."""
+        if self.ppbalance.saver is not None:
+            self._guard(self.ppbalance.saver.close)
+        return super().shutdown(*args, **kwargs)  # type: ignore[misc]
 
     def _guard(self, hook: Callable[..., None], *args: Any) -> None:
         """Run our own code: the first failure ends it for good, never a request."""
@@ -94,6 +109,21 @@ class PPBalanceMixin:
             self.max_num_scheduled_tokens = self._stock_budget
             logger.exception("ppbalance failed; this engine goes on with stock scheduling.")
 
+    def _prepare_model(self, hash_block: int) -> None:
+        self._profile_run = prepare(self, self.ppbalance, hash_block)
+
+    def _advance_profile(self, run: ProfileRun, result: Any) -> None:
+        run.collect(result)
+        run.feed(self.ppbalance.clock.monotonic())
+        if run.profile.done:
+            self._end_profile(run.profile.ended_by)
+
+    def _end_profile(self, why: str) -> None:
+        run, self._profile_run = self._profile_run, None
+        if run is not None:
+            run.stop(why)
+            finish(run, self.ppbalance)
+
     def _before(self) -> None:
         own, step = self.ppbalance, self.current_step + 1
         if self.finished_req_ids:
@@ -105,13 +135,14 @@ class PPBalanceMixin:
         for request_id, steps in decision.hold.items():
             request = self.requests[request_id]
             request.next_decode_eligible_step = max(request.next_decode_eligible_step, step + steps)
-        self.max_num_scheduled_tokens = decision.budget
+        run = self._profile_run
+        self.max_num_scheduled_tokens = run.profile.budget if run else decision.budget
 
     def _after(self, output: Any) -> None:
         own, step = self.ppbalance, self.current_step
         tokens: Mapping[str, int] = output.num_scheduled_tokens
         if not tokens:
-            own.timer.scheduled(Step(output, step, NOBODY, NOBODY))
+            own.timer.scheduled(Step(output, step, NOBODY, NOBODY, None, 0.0))
             return
         ran = tokens.keys()
         prompts = self._prompts(output, ran)
@@ -135,10 +166,10 @@ class PPBalanceMixin:
             decode_tokens -= sum(new for new, _ in prefills)
             new_ids = {new.req_id for new in output.scheduled_new_reqs}
             context -= sum(prefix for r, prefix in before.items() if r not in new_ids)
-        own.timer.scheduled(Step(output, step, decodes, firsts))
         batch = MicroBatch(
             step, len(ran), len(decodes), decode_tokens, context, prefills, len(next_decodes)
         )
+        own.timer.scheduled(Step(output, step, decodes, firsts, batch, own.clock.monotonic()))
         own.cohorts.scheduled(Flight(batch, next_decodes), ran)
 
     def _prompts(self, output: Any, ran: Set[str]) -> Set[str]:
@@ -154,9 +185,14 @@ class PPBalanceMixin:
     def _observe(self, output: Any, result: Mapping[int, Any]) -> None:
         own = self.ppbalance
         step = own.timer.returned(output)
-        if step is None or not output.num_scheduled_tokens:
+        if step is None:
             return
         now_s, wall_s = own.clock.monotonic(), own.clock.time()
+        seconds = own.timer.stage_s(step, now_s)
+        if step.batch is None:
+            return
+        if seconds is not None:
+            self._learn(step.batch, seconds, now_s)
         produced = None
         if self.num_spec_tokens:
             produced = sum(
@@ -171,6 +207,12 @@ class PPBalanceMixin:
             ttfts = {r.request_id: wall_s - r.arrival_time for r in requests if r is not None}
             own.timer.first_tokens(ttfts, now_s)
         own.cohorts.completed(step.step)
+
+    def _learn(self, batch: MicroBatch, seconds: float, now_s: float) -> None:
+        if self._profile_run is not None:
+            self._profile_run.profile.measured(batch, seconds)
+        else:
+            self.ppbalance.learn(batch, seconds, now_s)
 
     def _forget_preempted(self, request: Any) -> None:
         if self.ppbalance.preempted(request.request_id, request.num_tokens, self.current_step):

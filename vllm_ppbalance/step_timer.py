@@ -1,10 +1,13 @@
-"""Pairs schedules with completions: TTFT and token gaps as the scheduler sees them, in seconds."""
+"""Pairs schedules with completions: TTFT, token gaps, and trustworthy stage times, in seconds."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple
 
-from vllm_ppbalance.state import LatencyTotals
+from vllm_ppbalance.stage_times import StageTimes
+from vllm_ppbalance.state import LatencyTotals, MicroBatch
+
+SHAPE_TOKENS = 64  # micro-batches whose sizes differ by less count as one shape
 
 
 class Step(NamedTuple):
@@ -14,15 +17,21 @@ class Step(NamedTuple):
     step: int
     decodes: Set[str]  # ids of rows that add a token to a running decode
     firsts: Set[str]  # ids whose prompt ends in this micro-batch
+    batch: MicroBatch | None  # None for an empty one
+    submitted_s: float
 
 
 class StepTimer:
-    """Running totals of time to first token and of the gaps between tokens."""
+    """Running totals of latencies, and the stage time of each micro-batch that shows one."""
 
-    def __init__(self) -> None:
+    def __init__(self, pp_size: int) -> None:
         self.totals = LatencyTotals()
         self.last_token_s: dict[str, float] = {}
+        self._pp_size = pp_size
+        self._stage_times = StageTimes(pp_size)
         self._pending: deque[Step] = deque()
+        self._was_full = False
+        self._shapes: set[tuple[bool, int]] = set()
 
     def scheduled(self, step: Step) -> None:
         """Remember a schedule(), empty ones too: outputs come back in the same order."""
@@ -35,6 +44,25 @@ class StepTimer:
             if step.output is output:
                 return step
         return None
+
+    def stage_s(self, step: Step, now_s: float) -> float | None:
+        """Seconds the slowest stage took for a step that came back at `now_s`; None if unclear.
+
+        Clear only while the pipeline was full before and after, with no empty micro-batch in
+        between, and for a shape seen before: the first of its shape may hold one-time work.
+        """
+        batch = step.batch
+        behind = sum(later.batch is not None for later in self._pending)
+        was_full, self._was_full = self._was_full, behind >= self._pp_size - 1
+        if batch is None:
+            self._was_full = False
+            return None
+        seconds, _ = self._stage_times.completed(step.submitted_s, now_s)
+        shape = (bool(batch.prefills), batch.num_tokens // SHAPE_TOKENS)
+        seen = shape in self._shapes
+        self._shapes.add(shape)
+        clear = was_full and self._was_full and seen and seconds > 0.0
+        return seconds if clear else None
 
     def first_tokens(self, ttfts_s: Mapping[str, float], now_s: float) -> None:
         """Count requests whose first token came out at `now_s`, with their TTFT."""

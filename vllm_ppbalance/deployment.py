@@ -1,0 +1,75 @@
+"""What a profile belongs to, and a first guess of stage times, both read off vLLM's config."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_ppbalance.cost_model import CostModel
+from vllm_ppbalance.roofline import roofline
+
+# Guesses for a server GPU without NVLink; what is measured corrects them within tens of steps.
+GUESSED_FLOPS = 100e12  # floating-point operations a second, dense 16-bit
+GUESSED_BYTES_S = 0.7e12
+GUESSED_OVERHEAD_S = 2e-3  # launches and host work of a micro-batch
+
+
+def deployment_of(vllm_config: Any, gpu: str, version: str, layer_split: str) -> dict[str, Any]:
+    """All that a measured stage time depends on, as plain values by name."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    return {
+        "model": str(model.model),
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
+        "gpu": gpu,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "layer_split": layer_split,
+        "vllm": version,
+        "graph_mode": str(vllm_config.compilation_config.cudagraph_mode),
+        "enforce_eager": bool(model.enforce_eager),
+        "async_scheduling": bool(vllm_config.scheduler_config.async_scheduling),
+        "max_num_batched_tokens": vllm_config.scheduler_config.max_num_batched_tokens,
+    }
+
+
+def guessed_model(vllm_config: Any) -> CostModel:
+    """A roofline over the model's shape, to start from where nothing was measured."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    config = model.hf_text_config
+    hidden = int(config.hidden_size)
+    heads = int(getattr(config, "num_attention_heads", 1))
+    head = int(getattr(config, "head_dim", None) or hidden // heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
+    layers = -(-int(config.num_hidden_layers) // parallel.pipeline_parallel_size)
+    shards = parallel.tensor_parallel_size
+    attention = hidden * head * (2 * heads + 2 * kv_heads)
+    weights = layers * (attention + 3 * hidden * inner * _experts_a_token(config)) / shards
+    return roofline(
+        weights,
+        GUESSED_FLOPS,
+        GUESSED_BYTES_S,
+        kv_bytes_per_token=layers * 2 * kv_heads * head * 2.0 / shards,
+        attention_flops_per_pair=4.0 * head * heads * layers / shards,
+        overhead_s=GUESSED_OVERHEAD_S,
+    )
+
+
+def _experts_a_token(config: Any) -> float:
+    inner = getattr(config, "moe_intermediate_size", None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if not chosen:
+        return 1.0
+    share = inner / config.intermediate_size if inner and config.intermediate_size else 1.0
+    return float(chosen) * share
+
+
+def kv_tokens(scheduler: Any) -> int:
+    """Tokens the KV cache holds."""
+    blocks: int = scheduler.cache_config.num_gpu_blocks
+    return blocks * int(scheduler.cache_config.block_size)
+
+
+def layer_split(environ: Mapping[str, str]) -> str:
+    """Layers a stage as the user set them, "even" otherwise."""
+    return environ.get("VLLM_PP_LAYER_PARTITION") or "even"
