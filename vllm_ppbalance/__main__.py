@@ -1,4 +1,4 @@
-"""`python -m vllm_ppbalance config` and `check`."""
+"""`python -m vllm_ppbalance config`, `check`, and `profile`."""
 
 import argparse
 import json
@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from vllm_ppbalance import __version__
 from vllm_ppbalance.config import Settings
+from vllm_ppbalance.cost_model import CostModel
 from vllm_ppbalance.sources import LoadedSettings, SettingsError, load_settings
 
 
@@ -103,6 +104,24 @@ def print_check() -> bool:
     return problem is None
 
 
+def print_profile(engine: list[str], limit_s: float) -> int:
+    """Measure a deployment and print its stage times by tokens."""
+    from vllm_ppbalance.profiling import profile_offline
+
+    try:
+        path = profile_offline(engine, limit_s)
+    except (SettingsError, TimeoutError) as error:
+        print(f"ppbalance: {error}", file=sys.stderr)
+        return 1
+    model = CostModel.from_dict(json.loads(path.read_text(encoding="utf-8"))["model"])
+    print(f"profile {path}")
+    print(f"tile    {model.tile() or 'none found'}")
+    print("tokens  stage ms")
+    for tokens in (64, 128, 256, 512, 1024, 2048, 4096, 8192):
+        print(f"{tokens:>6}  {1000 * model.predict(tokens, ((tokens, 0),), 0, 0):8.2f}")
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command; the exit status is 0 when all is well, 1 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m vllm_ppbalance", description=__doc__)
@@ -113,7 +132,15 @@ def main(argv: list[str] | None = None) -> int:
         "--additional-config", default="{}", help="the JSON given to `vllm serve`, if any"
     )
     commands.add_parser("check", help="installed vLLM, and whether each seam we use is there")
-    arguments = parser.parse_args(argv)
+    profile = commands.add_parser(
+        "profile", help="measure a deployment's stage times: profile --model NAME -pp 4 ..."
+    )
+    profile.add_argument("--limit", type=float, default=600.0, help="seconds of measuring at most")
+    arguments, engine = parser.parse_known_args(argv)
+    if arguments.command == "profile":
+        return print_profile(engine, arguments.limit)
+    if engine:
+        parser.error(f"unknown arguments: {' '.join(engine)}")
     if arguments.command == "check":
         return 0 if print_check() else 1
     if arguments.markdown:

@@ -180,11 +180,12 @@ class RebalanceSettings(_Section):
 class ProfilingSettings(_Section):
     """How the cost model of `alp`, `equal_latency` and `spread` gets its first numbers."""
 
-    mode: Literal["auto", "off"] = knob(
+    mode: Literal["auto", "always", "off"] = knob(
         "auto",
         "",
-        "`auto`: use the saved profile of this deployment, or measure one at start; `off`: start "
-        "from the model's shape and learn from serving alone.",
+        "`auto`: use the saved profile of this deployment, or measure one at start; `always`: "
+        "measure at every start; `off`: measure nothing: start from the saved profile, or from the "
+        "model's shape, and learn from serving.",
     )
     warmups: Annotated[int, Field(ge=0, le=100)] = knob(
         3, "micro-batches", "Of each size at start, not counted."

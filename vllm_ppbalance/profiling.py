@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from pathlib import Path
@@ -23,6 +24,7 @@ from vllm_ppbalance.profile_store import (
     ProfileStore,
     default_directory,
 )
+from vllm_ppbalance.sources import load_settings
 from vllm_ppbalance.state import MicroBatch
 
 logger = logging.getLogger("vllm.ppbalance")
@@ -244,8 +246,10 @@ def prepare(scheduler: Any, own: Controller, hash_block: int) -> ProfileRun | No
     store = store_of(config, settings)
     try:
         own.use_model(store.load(settings.profiling.max_age_days * DAY_S), store)
-        logger.info("ppbalance: stage times from the saved profile %s.", store.path)
-        return None
+        if settings.profiling.mode != "always":
+            logger.info("ppbalance: stage times from the saved profile %s.", store.path)
+            return None
+        reason = "a new one is asked for"
     except ProfileRefusedError as refusal:
         reason = str(refusal)
     own.use_model(guessed_model(config), store)
@@ -282,3 +286,34 @@ def finish(run: ProfileRun, own: Controller) -> None:
         profile.ended_by,
         own.saver.store.path,
     )
+
+
+def profile_offline(arguments: list[str], limit_s: float) -> Path:
+    """Start an engine with vLLM's own command-line `arguments`, measure it, stop it.
+
+    Returns the profile's file. Raises TimeoutError after `limit_s` seconds of measuring.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    engine_args = EngineArgs.from_cli_args(parser.parse_args(arguments))
+    engine_args.scheduler_cls = "vllm_ppbalance.Scheduler"
+    own = (engine_args.additional_config or {}).get("ppbalance", {})
+    own = {**own, "chunk": {"strategy": "spread", **own.get("chunk", {})}}
+    own["profiling"] = {**own.get("profiling", {}), "mode": "always"}
+    engine_args.additional_config = {**(engine_args.additional_config or {}), "ppbalance": own}
+    started_s = time.time()
+    engine = LLMEngine.from_engine_args(engine_args)
+    try:
+        settings = load_settings(engine_args.additional_config, os.environ).settings
+        store = store_of(engine.vllm_config, settings)
+        deadline_s = time.monotonic() + limit_s
+        while not (store.path.exists() and store.path.stat().st_mtime >= started_s):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"nothing was measured within {limit_s:g} s")
+            time.sleep(0.2)
+    finally:
+        engine.engine_core.shutdown()
+    return store.path
