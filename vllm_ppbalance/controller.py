@@ -1,5 +1,6 @@
 """Decides each micro-batch: asks the policies, keeps their answers within what is safe."""
 
+import logging
 import time
 from collections.abc import Collection, Mapping
 
@@ -13,6 +14,8 @@ from vllm_ppbalance.rebalance import make_rebalance_policy
 from vllm_ppbalance.rebalance.off import Off
 from vllm_ppbalance.state import Clock, Decision, MicroBatch, PipelineState, RebalancePolicy
 from vllm_ppbalance.step_timer import StepTimer
+
+logger = logging.getLogger("vllm.ppbalance")
 
 WELL_FED = 2000  # samples
 CALM_ROUNDS = 4  # without admission after a preemption, while decodes run
@@ -47,12 +50,14 @@ class Controller:
         )
         self.cost_model: CostModel | None = None
         self.saver: Saver | None = None
+        self._health: str | None = None
         self.num_moves = 0  # decodes held so far, each counted once per hold
         self._calm_until = 0  # the step from which waiting requests may enter again
 
     def use_model(self, model: CostModel, store: ProfileStore) -> None:
         """Predict with `model` from now on, and keep what it learns in `store`."""
         self.cost_model = model
+        self._health = model.health
         self.saver = Saver(store, model)
         self.chunk = make_chunk_policy(self.settings, model)
 
@@ -64,8 +69,19 @@ class Controller:
             return
         decodes, context = batch.num_decodes, batch.decode_context
         model.observe(batch.num_tokens, batch.prefills, decodes, context, seconds, now_s=now_s)
+        self._note_health(model.health)
         if self.saver is not None:
             self.saver.tick(now_s)
+
+    def _note_health(self, health: str | None) -> None:
+        """Say once when the predictions stop or start to be followed."""
+        if (health is None) == (self._health is None):
+            return
+        if health is None:
+            logger.info("ppbalance: stage times are known well enough to predict from.")
+        else:
+            logger.warning("ppbalance: fixed budget, predictions are not followed: %s.", health)
+        self._health = health
 
     def decide(self, state: PipelineState) -> Decision:
         """The budget and the holds for this micro-batch; the holds are noted as done."""

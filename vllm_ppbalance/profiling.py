@@ -31,6 +31,8 @@ logger = logging.getLogger("vllm.ppbalance")
 
 PREFIX = "ppbalance-profile-"
 SMALL_SIZES = (16, 64)
+# A GPU's tile shows as a step just past its multiples.
+PAST_A_TILE = (128 + 16, 256 + 16, 384 + 16, 512 + 16)
 LARGE_SIZES = (3072, 4096, 6144, 8192)
 CHAIN_CHUNK, CHAIN_CHUNKS = 1024, 12  # long prompts in chunks: what a prefix costs
 MIN_POINTS = 24
@@ -38,7 +40,7 @@ MIN_POINTS = 24
 
 def sizes_to_measure(settings: Settings, largest: int) -> list[int]:
     """Micro-batch sizes worth knowing, in tokens, none above `largest`."""
-    sizes = {*SMALL_SIZES, *settings.chunk.candidates(), *LARGE_SIZES, largest}
+    sizes = {*SMALL_SIZES, *PAST_A_TILE, *settings.chunk.candidates(), *LARGE_SIZES, largest}
     return sorted(size for size in sizes if size <= largest)
 
 

@@ -3,13 +3,9 @@
 Source: "Revisiting Pipeline Parallelism for LLM Serving" (OSDI 2026), greedy chunk control.
 """
 
-from operator import attrgetter
-
+from vllm_ppbalance.chunk.guards import at_least_requests, low_kv_chunk
 from vllm_ppbalance.config import Settings
 from vllm_ppbalance.state import LatencyTotals, PipelineState
-
-NUM_REQUESTS = attrgetter("num_requests")
-TILE = 128  # the published granularity of the guard and of the low-memory rule, tokens
 
 
 class GreedyChunk:
@@ -27,17 +23,14 @@ class GreedyChunk:
         if state.step >= self._next_step:
             self._next_step = state.step + state.pp_size
             self._decide(state)
-        fullest = max(map(NUM_REQUESTS, state.recent), default=0)
-        guard = -(-(fullest + 1) // TILE) * TILE
-        return max(self._chunk, guard)
+        return at_least_requests(self._chunk, state)
 
     def _decide(self, state: PipelineState) -> None:
         knobs = self._settings.chunk
         if state.kv_free < knobs.kv_free_threshold:
-            emptiest = min(map(NUM_REQUESTS, state.recent), default=0)
             if self._saved_chunk is None:
                 self._saved_chunk = self._chunk
-            self._chunk = ((emptiest + TILE // 2) // TILE + 1) * TILE
+            self._chunk = low_kv_chunk(state)
             return
         if self._saved_chunk is not None:
             self._chunk, self._saved_chunk = self._saved_chunk, None

@@ -1,0 +1,229 @@
+"""vLLM's engine in this process with random weights, driven turn by turn in real time."""
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.measures import RequestRecord
+from bench.workloads import BenchRequest
+
+SHAPES = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8},
+    "qwen2.5-32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_attention_heads": 40},
+    "qwen2.5-14b": {"hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40},
+}
+LAYERS = {"tiny": 8, "qwen2.5-32b": 64, "qwen2.5-14b": 48}
+
+
+def write_model(directory: Path, name: str) -> None:
+    """A config.json in the shapes of a Qwen2.5 model; no weights, no tokenizer."""
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "num_hidden_layers": LAYERS[name],
+        "num_key_value_heads": 8,
+        "vocab_size": 512 if name == "tiny" else 152064,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **SHAPES[name],
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+class LiveEngine:
+    """vLLM's engine in this process, its workers in their own; the scheduler is at hand."""
+
+    def __init__(self, model: Path, pp_size: int, tp_size: int, options: dict[str, Any]) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        arguments = {
+            "model": str(model),
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "pipeline_parallel_size": pp_size,
+            "tensor_parallel_size": tp_size,
+            "distributed_executor_backend": "mp",
+            "max_num_batched_tokens": 8192,
+            "max_num_seqs": 512,
+            "max_model_len": 32768,
+            "enable_prefix_caching": False,
+            "scheduler_cls": "vllm_ppbalance.Scheduler",
+            **options,
+        }
+        self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self.core = self.engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self._number = 0
+
+    def step(self) -> list[tuple[str, int, bool]]:
+        """One turn of the engine: (request id, new tokens, finished) of each row with output."""
+        outputs, executed = self.core.step_fn()
+        self.core.post_step(executed)
+        return [
+            (row.request_id, len(row.new_token_ids), row.finish_reason is not None)
+            for client in (outputs or {}).values()
+            for row in client.outputs
+        ]
+
+    def add(self, request: BenchRequest, arrival_s: float) -> str:
+        """Hand a request to the engine; its arrival is `arrival_s` on the wall clock."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        self._number += 1
+        name = f"{request.request_id}-{self._number}"
+        vocabulary = self.scheduler.vllm_config.model_config.get_vocab_size()
+        rng = np.random.RandomState(self._number)
+        self.scheduler.add_request(
+            Request(
+                request_id=name,
+                prompt_token_ids=rng.randint(0, vocabulary, request.prompt_tokens).tolist(),
+                sampling_params=SamplingParams(
+                    max_tokens=request.output_tokens, ignore_eos=True, temperature=0.0
+                ),
+                pooling_params=None,
+                arrival_time=arrival_s,
+            )
+        )
+        return name
+
+    def use(self, setting: dict[str, Any]) -> None:
+        """Change the scheduler's settings; the engine must be idle."""
+        from vllm_ppbalance.controller import Controller
+        from vllm_ppbalance.reader import cadence, smallest_budget
+        from vllm_ppbalance.sources import load_settings
+
+        scheduler = self.scheduler
+        budget = setting.get("stock")
+        scheduler.ppbalance_failed = budget is not None
+        scheduler._stock_budget = budget or 8192
+        scheduler.max_num_scheduled_tokens = scheduler._stock_budget
+        if budget is not None:
+            return
+        old = scheduler.ppbalance
+        settings = load_settings({"ppbalance": setting.get("ppbalance", {})}, {}).settings
+        new = Controller(settings, old.pp_size, cadence(scheduler.vllm_config))
+        new.budget_floor = smallest_budget(scheduler)
+        if old.saver is not None and old.cost_model is not None:
+            new.use_model(old.cost_model, old.saver.store)
+        scheduler.ppbalance = new
+
+
+def serve(live: LiveEngine, requests: list[BenchRequest], limit_s: float) -> dict[str, Any]:
+    """Serve `requests` in real time; records, steps, and microseconds inside schedule()."""
+    served: dict[str, Served] = {}
+    waiting = deque(sorted(requests, key=lambda request: request.arrival_s))
+    steps: list[dict[str, float]] = []
+    started, wall = time.monotonic(), time.time()
+    with watched(live.scheduler, steps):
+        while waiting or live.scheduler.has_requests() or live.core.batch_queue:
+            now_s = time.monotonic() - started
+            if now_s > limit_s:
+                raise TimeoutError(f"{len(served)} requests not served within {limit_s} s")
+            while waiting and waiting[0].arrival_s <= now_s:
+                request = waiting.popleft()
+                name = live.add(request, wall + request.arrival_s)
+                served[name] = Served(name, request.arrival_s, request.prompt_tokens)
+            if not (live.scheduler.has_requests() or live.core.batch_queue):
+                time.sleep(min(max(waiting[0].arrival_s - now_s, 0.0), 0.01))
+                continue
+            rows = live.step()
+            now_s = time.monotonic() - started
+            for name, count, _ in rows:
+                if name in served and count:
+                    served[name].note(count, now_s)
+    records = [one.record() for one in served.values()]
+    return {"wall_s": time.monotonic() - started, "records": records, "steps": steps}
+
+
+@dataclass
+class Served:
+    """What came back of one request; times in seconds since the run began."""
+
+    name: str
+    arrival_s: float
+    prompt_tokens: int
+    first_s: float = 0.0
+    last_s: float = 0.0
+    tokens: int = 0
+
+    def note(self, count: int, now_s: float) -> None:
+        """Count new tokens."""
+        self.first_s = self.first_s if self.tokens else now_s
+        self.last_s = now_s
+        self.tokens += count
+
+    def record(self) -> RequestRecord:
+        """As `bench.measures` takes it."""
+        return RequestRecord(
+            self.name, self.arrival_s, self.first_s, self.last_s, self.prompt_tokens, self.tokens
+        )
+
+
+@contextmanager
+def watched(scheduler: Any, steps: list[dict[str, float]]) -> Iterator[None]:
+    """Logs each schedule(): tokens, decodes, running, waiting, microseconds of ours and vLLM's."""
+    schedule, guard = scheduler.schedule, scheduler._guard
+    ours = [0.0]
+
+    def timed_guard(hook: Any, *args: Any) -> None:
+        began = time.perf_counter()
+        guard(hook, *args)
+        ours[0] += time.perf_counter() - began
+
+    def timed_schedule(*args: Any, **kwargs: Any) -> Any:
+        ours[0], began = 0.0, time.perf_counter()
+        output = schedule(*args, **kwargs)
+        whole = time.perf_counter() - began
+        running, waiting = scheduler.get_request_counts()
+        counts = output.num_scheduled_tokens.values()
+        steps.append(
+            {
+                "t": time.monotonic(),
+                "tok": output.total_num_scheduled_tokens,
+                "rows": len(counts),
+                "dec": sum(1 for n in counts if n == 1),
+                "run": running,
+                "wait": waiting,
+                "sch_us": round((whole - ours[0]) * 1e6, 1),
+                "own_us": round(ours[0] * 1e6, 1),
+            }
+        )
+        return output
+
+    scheduler.schedule, scheduler._guard = timed_schedule, timed_guard
+    try:
+        yield
+    finally:
+        del scheduler.schedule, scheduler._guard
+
+
+def finish_profile(live: LiveEngine, limit_s: float = 60.0) -> dict[str, Any]:
+    """Let the plugin measure the stages at start; what it found, and how long it took."""
+    started = time.monotonic()
+    while live.scheduler._profile_run is not None and time.monotonic() - started < limit_s:
+        live.step()
+    while live.scheduler.has_requests() or live.core.batch_queue:
+        live.step()
+    own = live.scheduler.ppbalance
+    model = own.cost_model
+    table = {} if model is None else {n: model.predict(n, ((n, 0),), 0, 0) for n in TABLE_TOKENS}
+    return {"seconds": time.monotonic() - started, "stage_s": table}
+
+
+TABLE_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
