@@ -12,6 +12,7 @@ FIXED_TOKENS = 48
 CHUNKS: dict[str, dict[str, Any]] = {
     "fixed": {"strategy": "fixed", "fixed_tokens": FIXED_TOKENS},
     "greedy": {"strategy": "greedy"},
+    "throttle": {"strategy": "throttle"},
 }
 REBALANCES: dict[str, dict[str, Any]] = {
     "off": {"strategy": "off"},
@@ -56,6 +57,6 @@ def check_rows(steps: Path) -> None:
         prefills = [row["tokens"] for row in own if row["prefills"]]
         if name.startswith("fixed"):
             assert max(prefills) <= FIXED_TOKENS, name
-        else:
+        elif name.startswith("greedy"):
             assert prefills[0] <= 128, name  # greedy starts at its smallest chunk
         assert (own[-1]["moves"] == 0) == name.endswith("off"), name

@@ -11,9 +11,9 @@ from typing import Any
 
 from bench.observed import observe
 from vllm_ppbalance import Scheduler
+from vllm_ppbalance.chunk import make_chunk_policy
 from vllm_ppbalance.config import Settings
-from vllm_ppbalance.controller import Controller
-from vllm_ppbalance.scheduler import cadence
+from vllm_ppbalance.rebalance import make_rebalance_policy
 
 
 class SwitchingScheduler:
@@ -45,9 +45,12 @@ class _Switch:
             return
         wanted = json.loads(text)
         settings = Settings.model_validate(wanted["settings"])
-        config = self.scheduler.vllm_config
-        pp_size = config.parallel_config.pipeline_parallel_size
-        self.scheduler.ppbalance = Controller(settings, pp_size, cadence(config))
+        # Only the policies change: what the controller knows of requests has to live on.
+        controller = self.scheduler.ppbalance
+        controller.settings = settings
+        controller.chunk = make_chunk_policy(settings)
+        controller.rebalance = make_rebalance_policy(settings)
+        controller.num_moves = 0
         self.text, self.name = text, wanted["name"]
 
     def row(self) -> dict[str, Any]:
