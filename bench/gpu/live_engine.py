@@ -15,7 +15,7 @@ from bench.measures import RequestRecord
 from bench.workloads import BenchRequest
 
 SHAPES = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8},
+    "tiny": {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8},
     "qwen2.5-32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_attention_heads": 40},
     "qwen2.5-14b": {"hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40},
 }
