@@ -163,7 +163,7 @@ class ChunkSettings(_Section):
 class RebalanceSettings(_Section):
     """Which decodes are held back a step so that the micro-batches carry equal work."""
 
-    strategy: Literal["off", "even_share", "threshold"] = knob(
+    strategy: Literal["off", "even_share", "threshold", "tiered", "auto"] = knob(
         "even_share", "", "Rule that moves decodes between the micro-batches in flight."
     )
     delay_threshold: int = knob(
@@ -174,6 +174,36 @@ class RebalanceSettings(_Section):
         published="--delay-sched-threshold",
         ge=1,
         le=65_536,
+    )
+    base_unit: Tokens | Literal["auto"] = knob(
+        128,
+        "tokens",
+        "`tiered`: the GPU's tile: a micro-batch just over a multiple of it costs a step more. "
+        "`auto` reads it off the measured stage times, and takes 128 where they show none.",
+    )
+    load_alpha: Ratio = knob(
+        0.4,
+        "share",
+        "`tiered`: how far over a multiple of the tile the mean micro-batch may be and still be "
+        "held down to it, of a tile.",
+    )
+    waiting_tok_threshold: Annotated[int, Field(ge=0, le=1 << 30)] = knob(
+        1024, "tokens", "`tiered`: with more prompt tokens waiting nobody is held down to a tile."
+    )
+    mode: Literal["auto", "tpot_first", "e2e_first"] = knob(
+        "auto",
+        "",
+        "`tiered`: whom to hold: the oldest decodes (`tpot_first`), the newest (`e2e_first`), or "
+        "the newest until the mean token gap is near `slo_tpot`.",
+    )
+    tpot_first_ratio: Factor = knob(
+        0.9, "x slo_tpot", "`tiered`: mean token gap from which mode `auto` is `tpot_first`."
+    )
+    margin: Annotated[float, Field(ge=0.001, le=1.0, allow_inf_nan=False)] = knob(
+        0.005,
+        "share",
+        "`auto`: smallest predicted gain of the time once round the pipeline that is worth holding "
+        "decodes for.",
     )
 
 
@@ -217,4 +247,6 @@ class Settings(_Section):
     @property
     def needs_cost_model(self) -> bool:
         """Whether a strategy in use asks for predictions."""
-        return self.chunk.strategy in ("alp", "equal_latency", "spread")
+        by_chunk = self.chunk.strategy in ("alp", "equal_latency", "spread")
+        tiered = self.rebalance.strategy == "tiered" and self.rebalance.base_unit == "auto"
+        return by_chunk or tiered or self.rebalance.strategy == "auto"

@@ -60,6 +60,8 @@ class Controller:
         self._health = model.health
         self.saver = Saver(store, model)
         self.chunk = make_chunk_policy(self.settings, model)
+        if not isinstance(self.rebalance, Off):
+            self.rebalance = make_rebalance_policy(self.settings, model)
 
     def learn(self, batch: MicroBatch, seconds: float, now_s: float) -> None:
         """Take a measured stage time of a micro-batch into the cost model."""
@@ -85,19 +87,25 @@ class Controller:
 
     def decide(self, state: PipelineState) -> Decision:
         """The budget and the holds for this micro-batch; the holds are noted as done."""
+        budget = self._budget(state)
+        backlog = state.prefill_backlog()
+        if backlog:
+            planned = min(backlog, budget - state.decode_budget)
+            state = state._replace(planned_prefill=max(planned, 0))
         hold = self.rebalance.hold(state)
         if hold:
             hold = self._safe_hold(hold, state)
             self.cohorts.hold(hold, state.step)
             self.num_moves += len(hold)
+        return Decision(budget, hold)
+
+    def _budget(self, state: PipelineState) -> int:
         budget = self.chunk.budget(state)
         if state.step < self._calm_until and self._keeps_calm(state):
-            budget = min(state.decode_budget, state.max_budget)
-        elif budget is None:
-            budget = state.max_budget
-        else:
-            budget = min(max(budget, state.min_budget), state.max_budget)
-        return Decision(budget, hold)
+            return min(state.decode_budget, state.max_budget)
+        if budget is None:
+            return state.max_budget
+        return min(max(budget, state.min_budget), state.max_budget)
 
     def finished(self, request_ids: Collection[str]) -> None:
         """Forget requests that finished or were aborted."""

@@ -43,7 +43,7 @@ def read_state(scheduler: Any, own: Controller, step: int, stock_budget: int) ->
 
 def ready_decodes(scheduler: Any, own: Controller, step: int) -> list[Decode]:
     """The decodes that vLLM would schedule in `step`, in its order: oldest admission first."""
-    cohorts, last = own.cohorts, own.timer.last_token_s
+    cohorts, first, last = own.cohorts, own.timer.first_token_s, own.timer.last_token_s
     return [
         Decode(
             request.request_id,
@@ -51,6 +51,7 @@ def ready_decodes(scheduler: Any, own: Controller, step: int) -> list[Decode]:
             request.num_output_tokens,
             cohorts.holds_in_a_row.get(request.request_id, 0),
             last.get(request.request_id, 0.0),
+            first.get(request.request_id, 0.0),
         )
         for request in scheduler.running
         if request.request_id in cohorts.ready and _can_decode(request, step)

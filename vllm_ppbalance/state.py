@@ -62,6 +62,7 @@ class Decode:
     output_tokens: int  # tokens generated so far
     holds_in_a_row: int  # steps it has been held back since it last ran
     last_token_s: float  # when its newest token came out; 0 where unknown
+    first_token_s: float = 0.0  # when its first token came out; 0 where unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +152,7 @@ class PipelineState(NamedTuple):
     arrived_tokens: int = 0  # prompt tokens of all requests since the engine started
     kv_free: float = 1.0  # share of the KV cache that is free, 0 to 1
     totals: LatencyTotals = LatencyTotals()
+    planned_prefill: int = 0  # prompt tokens this step will carry, if nobody is held
 
     @property
     def decodes_alive(self) -> int:

@@ -26,6 +26,7 @@ class StepTimer:
 
     def __init__(self, pp_size: int) -> None:
         self.totals = LatencyTotals()
+        self.first_token_s: dict[str, float] = {}
         self.last_token_s: dict[str, float] = {}
         self._pp_size = pp_size
         self._stage_times = StageTimes(pp_size)
@@ -67,7 +68,7 @@ class StepTimer:
     def first_tokens(self, ttfts_s: Mapping[str, float], now_s: float) -> None:
         """Count requests whose first token came out at `now_s`, with their TTFT."""
         for request_id in ttfts_s:
-            self.last_token_s[request_id] = now_s
+            self.first_token_s[request_id] = self.last_token_s[request_id] = now_s
         totals = self.totals
         self.totals = LatencyTotals(
             totals.ttft_s + sum(ttfts_s.values()),
@@ -98,4 +99,5 @@ class StepTimer:
     def forget(self, finished: Iterable[str]) -> None:
         """Drop what is kept of finished requests."""
         for request_id in finished:
+            self.first_token_s.pop(request_id, None)
             self.last_token_s.pop(request_id, None)
