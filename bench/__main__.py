@@ -1,4 +1,4 @@
-"""`python -m bench simulate|fit|validate`."""
+"""`python -m bench simulate|sweep|goodput|compare|fit|validate`."""
 
 import argparse
 import importlib
@@ -9,6 +9,9 @@ from collections.abc import Sequence
 
 _COMMANDS = {
     "simulate": ("bench.cli_simulate", "serve one workload once in virtual time"),
+    "sweep": ("bench.cli_sweep", "policies x workloads x rates, on all cores or on Ray"),
+    "goodput": ("bench.cli_goodput", "the highest rate that keeps the SLO, by bisection"),
+    "compare": ("bench.cli_compare", "results side by side: table and figures"),
     "validate": ("bench.cli_validate", "real runs beside simulated ones"),
 }
 

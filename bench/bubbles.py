@@ -16,9 +16,10 @@ on its way, the imbalance in it is absorbed first. Stages of unequal layers show
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean, pstdev
+
+import numpy as np
 
 from bench.spans import Span, WorkTime
 
@@ -60,11 +61,24 @@ class Bubbles:
         return self.prefill_prefill_s + self.prefill_decode_s + self.decode_decode_s
 
     def __add__(self, other: "Bubbles") -> "Bubbles":
-        return Bubbles(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Bubbles(
+            self.prefill_prefill_s + other.prefill_prefill_s,
+            self.prefill_decode_s + other.prefill_decode_s,
+            self.decode_decode_s + other.decode_decode_s,
+            self.starved_s + other.starved_s,
+        )
 
     def scaled(self, factor: float) -> "Bubbles":
         """Every part times `factor`."""
-        return Bubbles(*(getattr(self, f.name) * factor for f in fields(self)))
+        return Bubbles(
+            self.prefill_prefill_s * factor,
+            self.prefill_decode_s * factor,
+            self.decode_decode_s * factor,
+            self.starved_s * factor,
+        )
+
+
+_NONE = Bubbles()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +120,9 @@ def stage_use(
         causes: list[Bubbles] = []
         for index, (a, b) in enumerate(pairwise(rows)):
             gap_s = b.start_s - a.end_s
-            if number == 0:
+            if gap_s <= 0.0:
+                waited = _NONE
+            elif number == 0:
                 waited = _first_stage(index, gap_s, stages, ends, loads)
             else:
                 waited = _later_stage(inherited[index], gap_s, loads[a.step], loads[b.step])
@@ -172,6 +188,8 @@ def _use(rows: Sequence[Busy], causes: Sequence[Bubbles], work: WorkTime) -> Sta
     busy_s = sum(work.within(busy.start_s, busy.end_s) for busy in rows)
     bubbles = Bubbles()
     for (a, b), cause in zip(pairwise(rows), causes, strict=True):
+        if cause is _NONE:
+            continue
         idle_s = work.within(a.end_s, b.start_s)
         pairs = _imbalance(cause, min(cause.imbalance_s, idle_s))
         bubbles += pairs + Bubbles(starved_s=idle_s - pairs.imbalance_s)
@@ -195,11 +213,13 @@ def decode_spread(decodes: Sequence[int], pp_size: int) -> Spread:
 
     Windows without any decode are left out; without windows the spread is 0.
     """
-    windows = [decodes[i : i + pp_size] for i in range(len(decodes) - pp_size + 1)]
-    windows = [window for window in windows if any(window)]
-    if not windows:
+    if len(decodes) < pp_size:
+        return Spread(0.0, 0.0)
+    windows = np.lib.stride_tricks.sliding_window_view(np.array(decodes), pp_size)
+    windows = windows[windows.any(axis=1)]
+    if not len(windows):
         return Spread(0.0, 0.0)
     return Spread(
-        fmean(pstdev(window) / fmean(window) for window in windows),
-        fmean(max(window) - min(window) for window in windows),
+        float((windows.std(axis=1) / windows.mean(axis=1)).mean()),
+        float(np.ptp(windows, axis=1).mean()),
     )

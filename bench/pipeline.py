@@ -105,14 +105,18 @@ class Pipeline:
         tokens it feeds on have been sampled (asynchronous scheduling runs ahead of them). An
         empty batch costs no time but keeps its place in the order.
         """
-        at_s = max(ready_s, tokens_ready_s) if shape.num_tokens else ready_s
+        num_tokens = shape.num_tokens
+        if not num_tokens:
+            for index, free_s in enumerate(self._stage_free_s):
+                ready_s = self._stage_free_s[index] = max(ready_s, free_s)
+            return ready_s
+        at_s = max(ready_s, tokens_ready_s)
         for index, stage_time in enumerate(self._stages):
             start_s = max(at_s, self._stage_free_s[index])
             at_s = start_s + self._seconds(stage_time, shape)
             self._stage_free_s[index] = at_s
-            if shape.num_tokens:
-                self.intervals[index].append(Interval(step, start_s, at_s))
-                at_s = self._transfer(index, shape, at_s)
+            self.intervals[index].append(Interval(step, start_s, at_s))
+            at_s = self._transfer(index, num_tokens, at_s)
         return at_s
 
     def hold_last_stage(self, until_s: float) -> None:
@@ -120,8 +124,6 @@ class Pipeline:
         self._stage_free_s[-1] = max(self._stage_free_s[-1], until_s)
 
     def _seconds(self, stage_time: StageTime, shape: BatchShape) -> float:
-        if not shape.num_tokens:
-            return 0.0
         seconds = stage_time(shape)
         if self._noise:
             seconds *= self._random.lognormvariate(0.0, self._noise)
@@ -129,11 +131,11 @@ class Pipeline:
             raise ValueError(f"a stage time must be >= 0 s, got {seconds} for {shape}")
         return seconds
 
-    def _transfer(self, hop: int, shape: BatchShape, at_s: float) -> float:
+    def _transfer(self, hop: int, num_tokens: int, at_s: float) -> float:
         if hop >= len(self._links) or self._activations is None:
             return at_s
         link = self._links[hop]
         start_s = max(at_s, self._link_free_s[hop])
-        num_bytes = self._activations.num_bytes(shape.num_tokens)
+        num_bytes = self._activations.num_bytes(num_tokens)
         self._link_free_s[hop] = start_s + num_bytes / link.bandwidth_bytes_s
         return self._link_free_s[hop] + link.latency_s

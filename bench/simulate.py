@@ -1,10 +1,12 @@
 """One run: a spec in, measures out; the same spec gives the same bytes."""
 
+import gc
 import json
 import math
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -149,7 +151,8 @@ def simulate(
         on_schedule=watch if keep_rows or progress else None,
         keep_tokens=True,
     )
-    run = engine.run(_sent(requests, spec.prefix_caching), until_s=spec.time_limit_s)
+    with _rare_collection():
+        run = engine.run(_sent(requests, spec.prefix_caching), until_s=spec.time_limit_s)
     if getattr(scheduler, "ppbalance_failed", False):
         raise PolicyFailedError(
             f"policy {spec.policy.name!r} failed and left stock scheduling: see the log"
@@ -158,6 +161,20 @@ def simulate(
     records = _records(requests, run)
     result = _result(spec, scheduler, requests, records, run, stages)
     return Outcome(spec, result, _real(scheduler, run, started), records, run, stages, rows)
+
+
+@contextmanager
+def _rare_collection() -> Iterator[None]:
+    """Collect garbage rarely: vLLM's many live objects make each collection long for nothing."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(200_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def _sent(requests: Sequence[BenchRequest], token_ids: bool) -> Iterator[RequestSpec]:
