@@ -52,6 +52,8 @@ def cpu_environment(pp_size: int) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": thread_binding(pp_size),
+        # At the default of 5 s a client may pick a connection that the server is just closing.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
         "VLLM_LOGGING_LEVEL": "INFO",
         "VLLM_NO_USAGE_STATS": "1",
     }
