@@ -126,11 +126,6 @@ class SimSpec(_Model):
         block_bytes = self.kv_bytes_per_token_layer * self.block_size * max(self.layers)
         return int(self.kv_cache_gib * (1 << 30) // block_bytes)
 
-    @property
-    def workload_path(self) -> Path | None:
-        """The trace file as the spec names it."""
-        return None if self.workload.path is None else Path(self.workload.path)
-
     def as_json(self) -> dict[str, Any]:
         """Plain values; `SimSpec.parse` reads them back."""
         fields = self.model_dump(mode="json", exclude={"workload"})

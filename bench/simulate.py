@@ -7,7 +7,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
@@ -86,9 +86,11 @@ class _Prompt(Sequence[int]):
 def build_workload(spec: SimSpec, data: Path | None = None) -> list[BenchRequest]:
     """The requests; a relative path in the spec is looked up in `data`."""
     workload = spec.workload
-    if workload.path is not None and data is not None:
-        fields = {name: getattr(workload, name) for name in workload.__dataclass_fields__}
-        workload = type(workload)(**{**fields, "path": data / workload.path})
+    if workload.path is not None:
+        path = Path(workload.path) if data is None else data / workload.path
+        if not path.is_file():
+            raise ValueError(f"{path}: no such trace file; --data or PPBALANCE_DATA says where")
+        workload = replace(workload, path=path)
     requests = build(workload)
     if not requests:
         raise ValueError(f"workload {workload.name!r}: no requests in window {workload.window}")
