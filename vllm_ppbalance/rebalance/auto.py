@@ -14,7 +14,7 @@ from vllm_ppbalance.state import Decode, PipelineState
 
 NOBODY: Mapping[str, int] = MappingProxyType({})
 STALE = 16  # a plan is made anew where the decodes have changed by more than this part
-PAYS_BACK = 8.0  # rounds in which a hold must win what it costs
+PAYS_BACK = 32.0  # rounds in which a hold must win what it costs
 PROMPT_PAYS_BACK = 0.5  # where prompt tokens are the excess: the held must be moved back
 FAR_OVER, FEW = 1.25, 2  # without a cost model: times the even share, and decodes beyond that
 
@@ -28,6 +28,8 @@ class _Plan(NamedTuple):
     parks: float  # share of the decodes that sit out all the time; 0 where all fit
     alive: int  # decodes of all cohorts
     share: int  # decodes of an even micro-batch
+    tile: int  # tokens; 0 for none
+    by_context: float  # share of a decode's own time that reading its context takes
 
 
 class Auto:
@@ -106,10 +108,18 @@ class Auto:
         context = sum(read for _, read in loads) / alive
         even = -(-alive // state.pp_size)
         level_s = model.predict(even, (), even, int(context * alive / state.pp_size))
-        plan = _Plan(even, level_s, context, 0.0, alive, even)
+        by_context = self._by_context(model, even, int(context * even))
         tile = model.tile()
+        plan = _Plan(max(even, tile), level_s, context, 0.0, alive, even, tile, by_context)
         mean = (alive + prompts_in_round(state)) / state.pp_size
         return self._at_tile(model, plan, mean, tile) if 0 < tile < mean else plan
+
+    def _by_context(self, model: CostModel, decodes: int, read: int) -> float:
+        few, more = decodes // 2, decodes + decodes // 2
+        own_s = model.predict(more, (), more, read) - model.predict(max(few, 1), (), few, read)
+        context_s = model.predict(decodes, (), decodes, 2 * read)
+        context_s -= model.predict(decodes, (), decodes, read)
+        return context_s / (own_s + context_s) if context_s > 0.0 else 0.0
 
     def _at_tile(self, model: CostModel, even: _Plan, mean: float, tile: int) -> _Plan:
         """At the multiple of the tile below the mean, or above it: whatever serves all sooner."""
@@ -124,18 +134,22 @@ class Auto:
     def _places(self, state: PipelineState, plan: _Plan) -> list[int]:
         """For each decode that another micro-batch can take, in how many steps, nearest first.
 
-        What passes through a cohort from the one before takes its room there.
+        What passes through a cohort from the one before takes its room there. Where there are
+        tiles, those that fit a tile without a further one come after those that make it even.
         """
-        places: list[int] = []
-        passing = 0
-        for steps, size in enumerate(state.cohort_sizes()[1:], 1):
-            room = plan.most_tokens - size - passing
-            passing = max(-room, 0)
-            places += [steps] * room
+        loads = [_weigh(*load, plan) for load in cohort_loads(state)]
+        one = loads[0] / state.num_ready
+        most = state.num_ready - 1
+        places = _spread(loads[1:], plan.share, one, most)
+        if not plan.tile:
+            return places
+        for steps in set(places):
+            loads[steps] += places.count(steps) * one
+        places += _spread(loads[1:], plan.most_tokens, one, most - len(places))
         if plan.parks:
             over = state.num_ready + state.planned_prefill - plan.most_tokens
-            places += [1] * (over - len(places))
-        return places[: state.num_ready - 1]
+            places += [1] * min(over - len(places), most - len(places))
+        return places
 
     def _move(
         self, model: CostModel, state: PipelineState, plan: _Plan, places: list[int]
@@ -169,10 +183,26 @@ class Auto:
     def _ranked(self, state: PipelineState, ready: Sequence[Decode], plan: _Plan) -> list[Decode]:
         """Who may be held, most slack first; the longest contexts where it is not the number."""
         free = [d for d in ready if self._fairness.free(d, state.step, state.pp_size)]
-        if len(ready) + state.planned_prefill <= plan.most_tokens:
+        if len(ready) + state.planned_prefill <= plan.share:
             return sorted(free, key=lambda d: -d.context_tokens)
         now_s, slo = state.now_s, self._slo_tpot
         return sorted(free, key=lambda d: (d.holds_in_a_row, -slack_s(d, now_s, slo)))
+
+
+def _weigh(decodes: int, read: int, plan: _Plan) -> float:
+    """A cohort's load in decodes of mean context."""
+    return decodes + plan.by_context * (read / max(plan.context, 1.0) - decodes)
+
+
+def _spread(filled: Sequence[float], level: float, one: float, most: int) -> list[int]:
+    """At most `most` places in batches `filled` to some part of `level`, each place worth `one`."""
+    places: list[int] = []
+    passing = 0.0
+    for steps, used in enumerate(filled, 1):
+        room = level - used - passing
+        passing = max(-room, 0.0)
+        places += [steps] * min(int(room / one + 0.01), most - len(places))
+    return places
 
 
 def _seconds(model: CostModel, state: PipelineState, decodes: int, context: int) -> float:

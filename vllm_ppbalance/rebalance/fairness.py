@@ -1,6 +1,7 @@
 """Who has been held enough: at most one held stretch in pp_size rounds, beyond a standing plan."""
 
 from collections.abc import Mapping
+from math import ceil
 
 from vllm_ppbalance.state import Decode
 
@@ -24,7 +25,7 @@ class Fairness:
         pp_size rounds are pp_size turns to run of a decode. It sits out one of them, and of the
         others as many as its part of the plan.
         """
-        turns = 1 + round(parks * pp_size + 0.499)
+        turns = 1 + ceil(parks * pp_size)
         free_at = step + -(-pp_size * pp_size // turns)
         for request_id, steps in holds.items():
             self._free_at[request_id] = max(free_at, step + steps + 1)
