@@ -98,6 +98,7 @@ def test_a_sweep_keeps_what_it_has_and_names_what_failed(tmp_path, monkeypatch):
 
 
 @pytest.mark.scheduler
+@pytest.mark.slow
 def test_ray_gives_the_same_record(tmp_path):
     pytest.importorskip("ray", reason="the package ray is not installed")
     spec = small_spec()
