@@ -1,0 +1,99 @@
+"""A round's plan: what a micro-batch may hold, and which of the next ones have room."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from vllm_ppbalance.cost_model import CostModel
+from vllm_ppbalance.rebalance.loads import cohort_loads, prompts_in_round
+from vllm_ppbalance.state import PipelineState
+
+# Predicted gains at which to begin and to end staying at a tile. Prompts that do not fit the tile
+# take part of the gain, and changing back and forth makes the micro-batches unequal.
+PARK_ON, PARK_OFF = 0.15, 0.08
+
+
+class RoundPlan(NamedTuple):
+    """The even micro-batch of a round, and the GPU's tile where staying in it pays."""
+
+    alive: int  # decodes of all cohorts
+    share: int  # decodes of an even micro-batch
+    level_s: float  # its predicted time
+    context: float  # tokens a decode reads, on average
+    by_context: float  # share of a decode's own time that reading its context takes
+    tile: int  # tokens; 0 for none
+    most_tokens: int  # decodes and prompt tokens that need no further tile
+    parks: float = 0.0  # share of the decodes that sit out all the time; 0 where all fit
+
+
+def make_plan(
+    model: CostModel, state: PipelineState, before: RoundPlan | None = None
+) -> RoundPlan | None:
+    """The plan of the next pp_size steps; None with fewer than two decodes."""
+    loads = cohort_loads(state)
+    alive = sum(decodes for decodes, _ in loads)
+    if alive < 2:
+        return None
+    context = sum(read for _, read in loads) / alive
+    share = -(-alive // state.pp_size)
+    level_s = model.predict(share, (), share, int(context * alive / state.pp_size))
+    by_context = _by_context(model, share, int(context * share))
+    tile = model.tile()
+    plan = RoundPlan(alive, share, level_s, context, by_context, tile, max(share, tile))
+    mean = (alive + prompts_in_round(state)) / state.pp_size
+    if not 0 < tile < mean:
+        return plan
+    return _at_tile(model, plan, mean, before is not None and before.parks > 0.0)
+
+
+def _by_context(model: CostModel, decodes: int, read: int) -> float:
+    few, more = max(decodes // 2, 1), decodes + decodes // 2
+    own_s = model.predict(more, (), more, read) - model.predict(few, (), few, read)
+    context_s = model.predict(decodes, (), decodes, 2 * read)
+    context_s -= model.predict(decodes, (), decodes, read)
+    return context_s / (own_s + context_s) if context_s > 0.0 else 0.0
+
+
+def _at_tile(model: CostModel, plan: RoundPlan, mean: float, parking: bool) -> RoundPlan:
+    """At the multiple of the tile below the mean tokens, or above: whatever serves all sooner."""
+    low = int(mean // plan.tile) * plan.tile
+    low_s = model.predict(low, (), low, int(low * plan.context))
+    mean_s = model.predict(int(mean) + 1, (), int(mean) + 1, int(mean * plan.context))
+    gain = 1.0 - low_s * mean / (low * mean_s)
+    if gain > (PARK_OFF if parking else PARK_ON):
+        return plan._replace(most_tokens=low, level_s=low_s, parks=1.0 - low / mean)
+    return plan._replace(most_tokens=low + plan.tile)
+
+
+def find_places(state: PipelineState, plan: RoundPlan) -> list[int]:
+    """For each decode that another micro-batch can take, in how many steps, nearest first.
+
+    Where there are tiles, those that fit a tile without a further one come after those that make
+    it even.
+    """
+    loads = [_weigh(*load, plan) for load in cohort_loads(state)]
+    one, most = loads[0] / state.num_ready, state.num_ready - 1
+    places = _spread(loads[1:], plan.share, one, most)
+    if not plan.tile:
+        return places
+    for steps in set(places):
+        loads[steps] += places.count(steps) * one
+    return places + _spread(loads[1:], plan.most_tokens, one, most - len(places))
+
+
+def _weigh(decodes: int, read: int, plan: RoundPlan) -> float:
+    """A cohort's load in decodes of mean context."""
+    return decodes + plan.by_context * (read / max(plan.context, 1.0) - decodes)
+
+
+def _spread(filled: Sequence[float], level: float, one: float, most: int) -> list[int]:
+    """At most `most` places in batches `filled` to some part of `level`, each place worth `one`.
+
+    What passes through a cohort from the one before takes its room there.
+    """
+    places: list[int] = []
+    passing = 0.0
+    for steps, used in enumerate(filled, 1):
+        room = level - used - passing
+        passing = max(-room, 0.0)
+        places += [steps] * min(int(room / one + 0.01), most - len(places))
+    return places
