@@ -21,7 +21,7 @@ RUNNING, PP_SIZE = 256, 4
 class Loop:
     """256 running decodes over four micro-batches; `step` is one schedule() and one update."""
 
-    def __init__(self, mode, config):
+    def __init__(self, mode, config, prompts=0):
         self.scheduler = build_scheduler(
             Scheduler,
             pp_size=PP_SIZE,
@@ -44,6 +44,11 @@ class Loop:
         for i in range(RUNNING):
             spec = RequestSpec(f"r{i}", 0.0, 16, 4000)
             self.adapter.add_request(self.scheduler, spec)
+        for _ in range(80):
+            self.step()
+        for i in range(prompts):
+            spec = RequestSpec(f"p{i}", 0.0, 7000, 4000)
+            self.adapter.add_request(self.scheduler, spec)
 
     def step(self):
         """Seconds of ours and of vLLM's in this schedule()."""
@@ -62,10 +67,9 @@ class Loop:
 
 @pytest.mark.parametrize("mode", [SYNC, ASYNC], ids=["sync", "async-v2"])
 @pytest.mark.parametrize("rebalance", ["even_share", "threshold"])
-def test_under_five_percent_of_schedule(benchmark, mode, rebalance):
-    loop = Loop(mode, settings(chunk="greedy", rebalance=rebalance))
-    for _ in range(80):
-        loop.step()
+@pytest.mark.parametrize("prompts", [0, 40], ids=["decodes", "mixed"])
+def test_under_five_percent_of_schedule(benchmark, mode, rebalance, prompts):
+    loop = Loop(mode, settings(chunk="greedy", rebalance=rebalance), prompts)
     steps = []
     benchmark.pedantic(lambda: steps.append(loop.step()), rounds=400)
     share = median(ours / vllm for ours, vllm in steps)
@@ -73,5 +77,5 @@ def test_under_five_percent_of_schedule(benchmark, mode, rebalance):
     benchmark.extra_info["vllm_us"] = round(median(vllm for _, vllm in steps) * 1e6, 1)
     benchmark.extra_info["share_percent"] = round(100 * share, 2)
     print(f"ours {benchmark.extra_info} at {RUNNING} running requests")
-    assert len(loop.scheduler.running) == RUNNING
+    assert len(loop.scheduler.running) >= RUNNING
     assert share < 0.05

@@ -9,8 +9,13 @@ pytest.importorskip("vllm")
 
 import vllm
 
-from bench.engine import RequestSpec
-from tests.worlds import ASYNC, MODES, SYNC, batch_of, serve, settings
+from bench.clock import VirtualClock
+from bench.engine import Engine, RequestSpec
+from bench.pipeline import Pipeline
+from bench.vllm_harness import VllmAdapter, build_scheduler
+from tests.worlds import ASYNC, MODES, SYNC, batch_of, serve, settings, stage_s
+from vllm_ppbalance import Scheduler
+from vllm_ppbalance.chunk import FixedChunk
 
 pytestmark = pytest.mark.scheduler
 
@@ -337,6 +342,42 @@ def test_schedule_passes_on_what_it_does_not_know():
             stock.schedule = original
     assert seen == [((True,), {}), ((), {"throttle_prefills": True})]
     assert inspect.isfunction(Stock.schedule)
+
+
+def test_the_state_says_what_the_scheduler_holds():
+    """The reader fills the state by position: each value must land in its field."""
+    requests = batch_of(12, prompt=300, max_tokens=40)
+    seen = []
+
+    class Watch(FixedChunk):
+        def budget(self, state):
+            seen.append((state, list(state.waiting)))
+            return super().budget(state)
+
+    scheduler = build_scheduler(
+        Scheduler,
+        pp_size=4,
+        max_num_batched_tokens=512,
+        num_gpu_blocks=4096,
+        additional_config=settings(),
+        **SYNC,
+    )
+    scheduler.ppbalance.chunk = Watch(512)
+    clock = VirtualClock()
+    Engine(scheduler, Pipeline([stage_s] * 4), VllmAdapter(), clock=clock).run(requests)
+    first = seen[0][0]
+    assert (first.step, first.now_s, first.pp_size) == (1, 0.0, 4)
+    assert (first.max_budget, first.min_budget, first.decode_budget) == (512, 1, 0)
+    assert (first.num_ready, first.num_waiting, first.num_prefilling) == (0, 12, 0)
+    assert (first.waiting_tokens, first.arrived_tokens, first.kv_free) == (3600, 3600, 1.0)
+    assert (list(first.in_flight), list(first.parked), first.planned_prefill) == ([], [], 0)
+    for state, waiting in seen:
+        assert state.waiting_tokens == sum(prompt.new_tokens for prompt in waiting)
+        assert state.decode_budget == state.num_ready <= 12
+        assert 0.9 < state.kv_free <= 1.0
+    last = seen[-1][0]
+    assert last.totals.first_tokens == 12
+    assert last.totals.gaps > 400
 
 
 HOOKS = ["_before", "_after", "_observe", "_prompts", "_forget_preempted"]

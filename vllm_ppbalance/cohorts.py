@@ -46,7 +46,10 @@ class Cohorts:
 
     def scheduled(self, flight: Flight, ran: Set[str]) -> None:
         """Note a non-empty micro-batch; `ran` holds the ids of all its rows."""
-        self.ready.difference_update(ran)
+        if len(self.ready) == flight.batch.num_decodes:
+            self.ready = set()  # only ready decodes run, so these are all of them
+        else:
+            self.ready.difference_update(ran)
         if self.holds_in_a_row:
             for request_id in self.holds_in_a_row.keys() & ran:
                 del self.holds_in_a_row[request_id]

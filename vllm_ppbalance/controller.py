@@ -18,6 +18,7 @@ from vllm_ppbalance.step_timer import StepTimer
 logger = logging.getLogger("vllm.ppbalance")
 
 WELL_FED = 2000  # samples
+STEADY_ROUNDS = 16
 CALM_ROUNDS = 4  # without admission after a preemption, while decodes run
 
 
@@ -52,6 +53,8 @@ class Controller:
         self.saver: Saver | None = None
         self._health: str | None = None
         self.num_moves = 0  # decodes held so far, each counted once per hold
+        self._plans_prefill = settings.rebalance.strategy == "auto"
+        self._last_hold = 0
         self._calm_until = 0  # the step from which waiting requests may enter again
 
     def use_model(self, model: CostModel, store: ProfileStore) -> None:
@@ -85,10 +88,28 @@ class Controller:
             logger.warning("ppbalance: fixed budget, predictions are not followed: %s.", health)
         self._health = health
 
+    def steady(self, step: int) -> bool:
+        """Whether `step` needs no decision: nothing waits, and its decodes are last round's.
+
+        True only after a whole round without holds, and never for a round in every STEADY_ROUNDS:
+        contexts grow.
+        """
+        cohorts, pp_size = self.cohorts, self.pp_size
+        if self.backlog.waiting_tokens or self.prefilling or cohorts.parked:
+            return False
+        if step - self._last_hold < 2 * pp_size or step // pp_size % STEADY_ROUNDS == 0:
+            return False
+        before = cohorts.recent[0] if cohorts.recent else None
+        return (
+            before is not None
+            and before.step == step - pp_size
+            and before.num_decodes == before.num_requests == len(cohorts.ready)
+        )
+
     def decide(self, state: PipelineState) -> Decision:
         """The budget and the holds for this micro-batch; the holds are noted as done."""
         budget = self._budget(state)
-        backlog = state.prefill_backlog()
+        backlog = state.prefill_backlog() if self._plans_prefill else 0
         if backlog:
             planned = min(backlog, budget - state.decode_budget)
             state = state._replace(planned_prefill=max(planned, 0))
@@ -97,6 +118,7 @@ class Controller:
             hold = self._safe_hold(hold, state)
             self.cohorts.hold(hold, state.step)
             self.num_moves += len(hold)
+            self._last_hold = state.step
         return Decision(budget, hold)
 
     def _budget(self, state: PipelineState) -> int:
@@ -141,6 +163,6 @@ class Controller:
             for request_id, steps in hold.items()
             if 1 <= steps <= longest - past.get(request_id, 0) and request_id in self.cohorts.ready
         }
-        while safe and len(safe) >= len(state.ready):
+        if safe and all(decode.request_id in safe for decode in state.ready):
             safe.popitem()
         return safe

@@ -3,6 +3,7 @@
 With `scheduler.py` the only place that knows their fields.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from vllm_ppbalance.controller import Controller
@@ -11,51 +12,54 @@ from vllm_ppbalance.state import Decode, Lazy, PipelineState, Waiting
 
 def read_state(scheduler: Any, own: Controller, step: int, stock_budget: int) -> PipelineState:
     """The pipeline just before micro-batch `step`; `stock_budget` is vLLM's, in tokens."""
-    cohorts = own.cohorts
+    cohorts, requests, chunked = own.cohorts, scheduler.requests, own.prefilling
     num_ready = len(cohorts.ready)
     decode_budget = num_ready * (1 + scheduler.num_spec_tokens)
-    requests, chunked = scheduler.requests, own.prefilling
+    floor = decode_budget + own.budget_floor
     waiting_tokens = own.backlog.waiting_tokens
     for request_id in chunked:
         request = requests[request_id]
         waiting_tokens += request.num_tokens - request.num_computed_tokens
+    # By position, once a step: names would cost as much as all the rest of this function.
     return PipelineState(
-        step=step,
-        now_s=own.clock.monotonic(),
-        pp_size=cohorts.pp_size,
-        max_budget=stock_budget,
-        min_budget=min(decode_budget + own.budget_floor, stock_budget),
-        decode_budget=decode_budget,
-        num_ready=num_ready,
-        ready=Lazy(ready_decodes, scheduler, own, step),
-        in_flight=cohorts.in_flight(),
-        recent=cohorts.recent,
-        parked=cohorts.parked_counts(),
-        num_waiting=scheduler.get_request_counts()[1],
-        num_prefilling=len(chunked),
-        waiting=Lazy(waiting_prompts, scheduler, own),
-        kv_free=1.0 - scheduler.kv_cache_manager.usage,
-        totals=own.timer.totals,
-        arrived_tokens=own.backlog.arrived_tokens,
-        waiting_tokens=waiting_tokens,
+        step,
+        own.clock.monotonic(),
+        cohorts.pp_size,
+        stock_budget,
+        floor if floor < stock_budget else stock_budget,
+        decode_budget,
+        num_ready,
+        Lazy(ready_decodes, scheduler, own, step),
+        cohorts.in_flight(),
+        cohorts.recent,
+        cohorts.parked_counts(),
+        scheduler.get_request_counts()[1],
+        len(chunked),
+        Lazy(waiting_prompts, scheduler, own),
+        waiting_tokens,
+        own.backlog.arrived_tokens,
+        1.0 - scheduler.kv_cache_manager.usage,
+        own.timer.totals,
     )
 
 
-def ready_decodes(scheduler: Any, own: Controller, step: int) -> list[Decode]:
+def ready_decodes(
+    scheduler: Any, own: Controller, step: int, reverse: bool = False
+) -> Iterator[Decode]:
     """The decodes that vLLM would schedule in `step`, in its order: oldest admission first."""
     cohorts, first, last = own.cohorts, own.timer.first_token_s, own.timer.last_token_s
-    return [
-        Decode(
-            request.request_id,
-            request.num_computed_tokens,
-            request.num_output_tokens,
-            cohorts.holds_in_a_row.get(request.request_id, 0),
-            last.get(request.request_id, 0.0),
-            first.get(request.request_id, 0.0),
-        )
-        for request in scheduler.running
-        if request.request_id in cohorts.ready and _can_decode(request, step)
-    ]
+    ready, holds = cohorts.ready, cohorts.holds_in_a_row
+    for request in reversed(scheduler.running) if reverse else scheduler.running:
+        name = request.request_id
+        if name in ready and _can_decode(request, step):
+            yield Decode(
+                name,
+                request.num_computed_tokens,
+                request.num_output_tokens,
+                holds.get(name, 0),
+                last.get(name, 0.0),
+                first.get(name, 0.0),
+            )
 
 
 def _can_decode(request: Any, step: int) -> bool:
@@ -69,25 +73,23 @@ def _can_decode(request: Any, step: int) -> bool:
     )
 
 
-def waiting_prompts(scheduler: Any, own: Controller) -> list[Waiting]:
+def waiting_prompts(scheduler: Any, own: Controller, reverse: bool = False) -> Iterator[Waiting]:
     """Prompts half computed, then those not yet admitted, in vLLM's order."""
-    now_s = own.clock.time()
-
-    def read(request: Any, running: bool) -> Waiting:
-        return Waiting(
-            request.request_id,
-            request.num_tokens - request.num_computed_tokens,
-            request.num_computed_tokens,
-            max(now_s - request.arrival_time, 0.0),
-            running,
-        )
-
-    chunked = [read(r, True) for r in scheduler.running if r.request_id in own.prefilling]
+    now_s, chunked = own.clock.time(), own.prefilling
     # 0.31 or so renamed the queue of those that were passed over.
     passed_over = getattr(scheduler, "kv_holding_waiting", None)
     if passed_over is None:
         passed_over = scheduler.skipped_waiting
-    return chunked + [read(r, False) for r in (*passed_over, *scheduler.waiting)]
+    admitted = [r for r in scheduler.running if r.request_id in chunked] if chunked else []
+    requests = [*admitted, *passed_over, *scheduler.waiting]
+    for request in reversed(requests) if reverse else requests:
+        yield Waiting(
+            request.request_id,
+            request.num_tokens - request.num_computed_tokens,
+            request.num_computed_tokens,
+            max(now_s - request.arrival_time, 0.0),
+            request.request_id in chunked,
+        )
 
 
 def cadence(vllm_config: Any) -> str:

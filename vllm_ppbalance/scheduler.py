@@ -131,6 +131,8 @@ class PPBalanceMixin:
         own.cohorts.begin_step(step, self.finished_req_ids)
         if not step % RESYNC_STEPS:
             own.cohorts.ready.intersection_update(r.request_id for r in self.running)
+        if own.steady(step):
+            return
         decision = own.decide(read_state(self, own, step, self._stock_budget))
         for request_id, steps in decision.hold.items():
             request = self.requests[request_id]

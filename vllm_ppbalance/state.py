@@ -25,18 +25,22 @@ class Clock(Protocol):
 
 
 class Lazy(Sequence[T], Generic[T]):
-    """A sequence built on first use, so that a policy pays only for what it reads."""
+    """A sequence read on first use, so that a policy pays only for what it reads.
 
-    __slots__ = ("_args", "_build", "_items")
+    `iterate(*args, reverse)` yields the items from either end; a walk reads no further than it
+    goes, and only an index or a length keeps what was read.
+    """
 
-    def __init__(self, build: Callable[..., Sequence[T]], *args: Any) -> None:
-        self._build = build
+    __slots__ = ("_args", "_items", "_iterate")
+
+    def __init__(self, iterate: Callable[..., Iterator[T]], *args: Any) -> None:
+        self._iterate = iterate
         self._args = args
         self._items: Sequence[T] | None = None
 
     def _get(self) -> Sequence[T]:
         if self._items is None:
-            self._items = self._build(*self._args)
+            self._items = list(self._iterate(*self._args, False))
         return self._items
 
     @overload
@@ -50,7 +54,12 @@ class Lazy(Sequence[T], Generic[T]):
         return len(self._get())
 
     def __iter__(self) -> Iterator[T]:
-        return iter(self._get())
+        return self._iterate(*self._args, False) if self._items is None else iter(self._items)
+
+    def __reversed__(self) -> Iterator[T]:
+        if self._items is None:
+            return self._iterate(*self._args, True)
+        return reversed(self._items)
 
 
 @dataclass(frozen=True, slots=True)

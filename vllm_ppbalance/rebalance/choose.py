@@ -5,18 +5,19 @@ from collections.abc import Sequence
 from vllm_ppbalance.state import Decode
 
 
-def most_slack(ready: Sequence[Decode], count: int) -> list[Decode]:
-    """The `count` decodes to hold: those not held just now, with the newest last token.
+def newest_first(ready: Sequence[Decode], count: int) -> list[Decode]:
+    """`count` decodes to hold: the newest of those not held just now, then the least held.
 
-    Ties keep the order of `ready`, from its end: the newest requests are held first.
+    Reads `ready` from its end, no further than it must.
     """
-
-    def rank(item: tuple[int, Decode]) -> tuple[int, float, int]:
-        index, decode = item
-        return decode.holds_in_a_row, -decode.last_token_s, -index
-
-    ranked = sorted(enumerate(ready), key=rank)
-    return [decode for _, decode in ranked[:count]]
+    chosen: list[Decode] = []
+    held: list[Decode] = []
+    for decode in reversed(ready):
+        if len(chosen) == count:
+            return chosen
+        (held if decode.holds_in_a_row else chosen).append(decode)
+    held.sort(key=lambda decode: decode.holds_in_a_row)
+    return (chosen + held)[:count]
 
 
 def slack_s(decode: Decode, now_s: float, slo_tpot: float) -> float:

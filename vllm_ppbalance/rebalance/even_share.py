@@ -6,8 +6,11 @@ leaves half the micro-batches empty at half load.
 
 from collections.abc import Mapping
 
-from vllm_ppbalance.rebalance.choose import most_slack
+from vllm_ppbalance.rebalance.choose import newest_first
 from vllm_ppbalance.state import PipelineState
+
+FEW = 16  # decodes up to which one whose last token is in flight matters
+TOLERANCE = 32  # a share may be exceeded by its 32nd part: no stage time shows it
 
 
 class EvenShare:
@@ -15,11 +18,12 @@ class EvenShare:
 
     def hold(self, state: PipelineState) -> Mapping[str, int]:
         """The decodes over the share, each for one step."""
-        share = -(-state.decodes_alive // state.pp_size)
-        if state.num_ready <= share:
+        ready, alive = state.num_ready, state.decodes_alive
+        share = -(-alive // state.pp_size)
+        if ready <= share + share // TOLERANCE:
             return {}
-        # num_ready may count a decode whose last token is in flight; ready does not.
-        ready = state.ready
-        ghosts = state.num_ready - len(ready)
-        share = -(-(state.decodes_alive - ghosts) // state.pp_size)
-        return {decode.request_id: 1 for decode in most_slack(ready, max(len(ready) - share, 0))}
+        if ready <= FEW:
+            exact = len(state.ready)
+            share = -(-(alive - ready + exact) // state.pp_size)
+            ready = exact
+        return {d.request_id: 1 for d in newest_first(state.ready, max(ready - share, 0))}

@@ -5,7 +5,7 @@ Source: "Revisiting Pipeline Parallelism for LLM Serving" (OSDI 2026), delay sch
 
 from collections.abc import Mapping
 
-from vllm_ppbalance.rebalance.choose import most_slack
+from vllm_ppbalance.rebalance.choose import newest_first
 from vllm_ppbalance.state import PipelineState
 
 
@@ -23,4 +23,4 @@ class Threshold:
         surplus = sizes[0] - sizes[emptiest]
         if surplus < self._delay_threshold or sizes[0] < max(sizes):
             return {}
-        return {d.request_id: emptiest for d in most_slack(state.ready, surplus // 2)}
+        return {d.request_id: emptiest for d in newest_first(state.ready, surplus // 2)}
