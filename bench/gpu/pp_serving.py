@@ -29,10 +29,11 @@ SLO = Slo(2.0, 0.2)
 def summary(entry: dict[str, Any], ran: dict[str, Any], slo: Slo) -> dict[str, Any]:
     """The figures of one run."""
     steps = [step for step in ran["steps"] if step["tok"]]
+    figures = asdict(measure(ran["records"], slo))
     own, vllm = ([step[name] for step in steps] for name in ("own_us", "sch_us"))
     return {
         **entry,
-        "measures": asdict(measure(ran["records"], slo)),
+        "measures": {k: v for k, v in figures.items() if k != "itl_s"},  # token times are not kept
         "wall_s": round(ran["wall_s"], 3),
         "steps": len(steps),
         "own_us": {"p50": float(np.median(own)), "p99": float(np.quantile(own, 0.99))},
