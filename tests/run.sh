@@ -25,7 +25,7 @@ schedulers_of() { # version; the sources stand before the installed release
     step "vLLM $version: which one is imported" 120 \
         env PYTHONPATH="$ROOT/.vllm/$version" VLLM_TARGET_DEVICE=cpu "$BIN/python" -c \
         "import vllm; print(vllm.__version__, vllm.__file__); assert vllm.__version__ == '$version'"
-    step "vLLM $version: scheduler tests" 400 \
+    step "vLLM $version: scheduler tests" 600 \
         env PYTHONPATH="$ROOT/.vllm/$version" VLLM_TARGET_DEVICE=cpu \
         "$BIN/python" -m pytest -q -m scheduler --benchmark-disable
 }
