@@ -94,6 +94,7 @@ class World:
         own.finished(self.gone)
         own.cohorts.begin_step(self.step, self.gone)
         self.gone = set()
+        self.disturb()
         decision = own.decide(self._state())
         self.held = dict(decision.hold)
         for name in decision.hold:
@@ -188,16 +189,15 @@ class World:
         self.ended.append(request)
 
     def preempt(self, request):
-        """It loses its KV blocks and queues again, first in line; only between its turns."""
+        """It loses its KV blocks and queues again, first in line; only while it is ready."""
         self.own.preempted(request.name, request.prompt + request.tokens, self.step)
         del self.alive[request.name]
         request.prompt, request.computed = request.prompt + request.tokens, 0
         request.output, request.tokens = request.output - request.tokens, 0
         self.queue.appendleft(request)
 
-    def in_flight(self):
-        """Names of all rows on their way through the stages."""
-        return {request.name for _, rows in self.pending for request in rows}
+    def disturb(self):
+        """What happens to requests before the step is decided; nothing here."""
 
 
 def load(seed, rate, seconds, prompts=(20, 120), outputs=(100, 300)):
