@@ -14,14 +14,16 @@ to run (ramp-up, drain, empty micro-batches) or the host was late: `starved_s`. 
 on its way, the imbalance in it is absorbed first. Stages of unequal layers show up as pairs too.
 """
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from bench.spans import Span, WorkTime
+
+Floats = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +80,6 @@ class Bubbles:
         )
 
 
-_NONE = Bubbles()
-
-
 @dataclass(frozen=True, slots=True)
 class StageUse:
     """One stage while work existed: `busy_s` + `bubbles.total_s` = `work_s`."""
@@ -113,22 +112,20 @@ def stage_use(
     """
     _check(stages)
     has_work = WorkTime(work)
-    ends = [busy.end_s for busy in stages[-1]] if stages else []
+    starts = np.array([[busy.start_s for busy in rows] for rows in stages])
+    ends = np.array([[busy.end_s for busy in rows] for rows in stages])
+    if not starts.size:
+        idle = Bubbles(starved_s=has_work.total_s)
+        return [StageUse(has_work.total_s, 0.0, idle) for _ in stages]
+    prefills = np.array([loads[busy.step].prefill_tokens > 0 for busy in stages[0]], dtype=int)
+    gaps = starts[:, 1:] - ends[:, :-1]
+    neighbours = prefills[:-1] + prefills[1:]
     uses: list[StageUse] = []
-    inherited: list[Bubbles] = []
-    for number, rows in enumerate(stages):
-        causes: list[Bubbles] = []
-        for index, (a, b) in enumerate(pairwise(rows)):
-            gap_s = b.start_s - a.end_s
-            if gap_s <= 0.0:
-                waited = _NONE
-            elif number == 0:
-                waited = _first_stage(index, gap_s, stages, ends, loads)
-            else:
-                waited = _later_stage(inherited[index], gap_s, loads[a.step], loads[b.step])
-            causes.append(waited)
-        uses.append(_use(rows, causes, has_work))
-        inherited = causes
+    causes = _first_stage(gaps[0], ends[0], ends[-1], prefills, len(stages))
+    for number in range(len(stages)):
+        if number:
+            causes = _later_stage(causes, gaps[number], neighbours)
+        uses.append(_use(starts[number], ends[number], causes, has_work))
     return uses
 
 
@@ -141,63 +138,56 @@ def _check(stages: Sequence[Sequence[Busy]]) -> None:
                 raise ValueError(f"stage {number}: step {b.step} starts before step {a.step} ends")
 
 
-def _pair(a: Load, b: Load, seconds: float) -> Bubbles:
-    prefills = (a.prefill_tokens > 0) + (b.prefill_tokens > 0)
-    if prefills == 2:
-        return Bubbles(prefill_prefill_s=seconds)
-    if prefills == 1:
-        return Bubbles(prefill_decode_s=seconds)
-    return Bubbles(decode_decode_s=seconds)
+# Causes are arrays with a row a gap and a column a field of `Bubbles`: for two, one or no
+# micro-batches of a pair that carry prefill, and for starved.
+_STARVED = 3
+
+
+def _add_pairs(causes: Floats, prefills: Floats, seconds: Floats) -> None:
+    causes[np.arange(len(causes)), 2 - prefills] += seconds
 
 
 def _first_stage(
-    index: int,
-    gap_s: float,
-    stages: Sequence[Sequence[Busy]],
-    ends: Sequence[float],
-    loads: Mapping[int, Load],
-) -> Bubbles:
-    a = stages[0][index]
-    done = bisect_right(ends, a.end_s)
-    in_flight = index + 1 - done
-    if in_flight < len(stages):
-        return Bubbles(starved_s=gap_s)
+    gaps: Floats, ends: Floats, last_ends: Floats, prefills: Floats, num_stages: int
+) -> Floats:
+    causes = np.zeros((len(gaps), 4))
+    before = np.arange(1, len(gaps) + 1)
+    in_flight = before - np.searchsorted(last_ends, ends[:-1], side="right")
     # The completion that leaves fewer than P in flight frees B's slot.
-    freed = done + in_flight - len(stages)
-    waited_s = min(ends[freed] - a.end_s, gap_s)
-    cause = _pair(loads[a.step], loads[stages[-1][freed].step], waited_s)
-    return cause + Bubbles(starved_s=gap_s - waited_s)
+    freed = np.maximum(before - num_stages, 0)
+    waited = np.minimum(last_ends[freed] - ends[:-1], gaps)
+    waited = np.where(in_flight >= num_stages, waited, 0.0)
+    _add_pairs(causes, prefills[:-1] + prefills[freed], waited)
+    causes[:, _STARVED] = gaps - waited
+    return causes
 
 
-def _later_stage(before: Bubbles, gap_s: float, a: Load, b: Load) -> Bubbles:
-    if gap_s >= before.total_s:
-        return before + _pair(a, b, gap_s - before.total_s)
-    starved_s = min(before.starved_s, gap_s)
-    return _imbalance(before, gap_s - starved_s) + Bubbles(starved_s=starved_s)
+def _later_stage(before: Floats, gaps: Floats, neighbours: Floats) -> Floats:
+    added = gaps - before.sum(axis=1)
+    grown = before.copy()
+    _add_pairs(grown, neighbours, added)
+    shrunk = _with_imbalance(before, gaps - np.minimum(before[:, _STARVED], gaps))
+    shrunk[:, _STARVED] = np.minimum(before[:, _STARVED], gaps)
+    return np.where((added >= 0.0)[:, None], grown, shrunk)
 
 
-def _imbalance(bubbles: Bubbles, seconds: float) -> Bubbles:
-    """The imbalance in `bubbles`, scaled to `seconds`."""
-    if bubbles.imbalance_s <= 0.0:
-        return Bubbles()
-    pairs = bubbles + Bubbles(starved_s=-bubbles.starved_s)
-    return pairs.scaled(seconds / bubbles.imbalance_s)
+def _with_imbalance(causes: Floats, seconds: Floats) -> Floats:
+    """The imbalance in each row scaled to `seconds`, starved 0."""
+    imbalance = causes[:, :_STARVED].sum(axis=1)
+    scale = np.divide(seconds, imbalance, out=np.zeros(len(causes)), where=imbalance > 0.0)
+    scaled: Floats = causes * scale[:, None]
+    scaled[:, _STARVED] = 0.0
+    return scaled
 
 
-def _use(rows: Sequence[Busy], causes: Sequence[Bubbles], work: WorkTime) -> StageUse:
-    busy_s = sum(work.within(busy.start_s, busy.end_s) for busy in rows)
-    bubbles = Bubbles()
-    for (a, b), cause in zip(pairwise(rows), causes, strict=True):
-        if cause is _NONE:
-            continue
-        idle_s = work.within(a.end_s, b.start_s)
-        pairs = _imbalance(cause, min(cause.imbalance_s, idle_s))
-        bubbles += pairs + Bubbles(starved_s=idle_s - pairs.imbalance_s)
-    if rows:
-        ramp_s = work.until(rows[0].start_s) + work.total_s - work.until(rows[-1].end_s)
-    else:
-        ramp_s = work.total_s
-    return StageUse(work.total_s, busy_s, bubbles + Bubbles(starved_s=ramp_s))
+def _use(starts: Floats, ends: Floats, causes: Floats, work: WorkTime) -> StageUse:
+    busy_s = float(work.within_each(starts, ends).sum())
+    idle = work.within_each(ends[:-1], starts[1:])
+    pairs = _with_imbalance(causes, np.minimum(causes[:, :_STARVED].sum(axis=1), idle))
+    starved_s = float((idle - pairs.sum(axis=1)).sum())
+    ramp_s = work.until(float(starts[0])) + work.total_s - work.until(float(ends[-1]))
+    both, one, none = map(float, pairs.sum(axis=0)[:_STARVED])
+    return StageUse(work.total_s, busy_s, Bubbles(both, one, none, starved_s + ramp_s))
 
 
 @dataclass(frozen=True, slots=True)

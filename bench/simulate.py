@@ -28,6 +28,7 @@ from bench.vllm_harness import VllmAdapter
 from bench.workloads import BenchRequest, build, prompt_token_ids, workload_hash
 
 LONG = 8192  # smallest max_model_len
+SAMPLED_TOKEN = 7  # lengths are given, so which token it is changes nothing
 
 
 class PolicyFailedError(RuntimeError):
@@ -147,7 +148,7 @@ def simulate(
     engine = Engine(
         scheduler,
         pipeline,
-        VllmAdapter(),
+        VllmAdapter(sample=lambda _request_id, _position: SAMPLED_TOKEN),
         host=HostTime(**spec.host.model_dump()),
         clock=clock,
         on_schedule=watch if keep_rows or progress else None,

@@ -2,6 +2,12 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+Floats = np.ndarray[Any, Any]
 
 Span = tuple[float, float]
 
@@ -38,6 +44,15 @@ class WorkTime:
     def within(self, start_s: float, end_s: float) -> float:
         """Seconds with work between the two."""
         return max(self.until(end_s) - self.until(start_s), 0.0)
+
+    def within_each(self, starts_s: Floats, ends_s: Floats) -> Floats:
+        """`within` for arrays of starts and ends."""
+        knots = [time_s for span in self._spans for time_s in span]
+        seconds = [value for pair in pairwise(self._before) for value in pair]
+        if not knots:
+            return np.zeros(len(starts_s))
+        spent = np.interp(ends_s, knots, seconds) - np.interp(starts_s, knots, seconds)
+        return np.maximum(spent, 0.0)
 
     @property
     def total_s(self) -> float:

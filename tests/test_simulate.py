@@ -112,7 +112,9 @@ def test_the_same_spec_gives_the_same_bytes_in_another_process(tmp_path):
         env={**os.environ, "PYTHONHASHSEED": "7", "PPBALANCE_SLO_TPOT": "9"},
         timeout=300,
     )
-    assert out.read_text() == here
+    there, commit = out.read_text(), json.loads(here)["versions"]["commit"]
+    # Somebody may commit to this checkout between the two runs.
+    assert there.replace(str(json.loads(there)["versions"]["commit"]), str(commit)) == here
     assert "wall_s" not in here
     assert json.loads(out.with_suffix(".real.json").read_text())["wall_s"] > 0.0
 
