@@ -88,7 +88,9 @@ def test_tiered_with_headroom_parks_nobody_of_its_own():
 
 def test_tiered_takes_parked_ones_in_up_to_the_mean_and_leaves_the_rest_out():
     ready = [*decodes(40), *(Decode(f"p{i}", 9, 5, 1, 0.0) for i in range(30))]
-    holds = make("tiered").hold(pipeline([70, 50, 50, 50], ready=ready))
+    policy = make("tiered")
+    assert policy.hold(pipeline([140, 0, 0, 0], 99))
+    holds = policy.hold(pipeline([70, 50, 50, 50], 100, ready=ready))
     assert len(holds) == 70 - 220 // 4
     assert {name[0] for name in holds} == {"p"}
 
@@ -126,6 +128,15 @@ def test_tiered_unit_auto_is_the_profiles_tile_or_128():
     for model in (None, cost_model()):
         assert make("tiered", model, base_unit="auto").hold(state) == {}
         assert len(make("tiered", model, base_unit="auto").hold(pipeline([129] * 4))) == 1
+
+
+def test_tiered_reads_no_request_where_nobody_was_parked():
+    policy = make("tiered")
+    assert policy.hold(pipeline([70, 50, 50, 50], 100, ready=Lazy(touched))) == {}
+    assert policy.hold(pipeline([140, 0, 0, 0], 101))
+    with pytest.raises(AssertionError, match="were read"):
+        policy.hold(pipeline([70, 50, 50, 50], 102, ready=Lazy(touched)))
+    assert policy.hold(pipeline([70, 50, 50, 50], 103, ready=Lazy(touched))) == {}
 
 
 # auto

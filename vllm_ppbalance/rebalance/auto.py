@@ -1,6 +1,6 @@
 """Auto: holds decodes only where the cost model says that the pipeline goes round sooner for it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from types import MappingProxyType
 
@@ -17,6 +17,7 @@ NOBODY: Mapping[str, int] = MappingProxyType({})
 STALE = 16  # a plan is made anew where the decodes have changed by more than this part
 PAYS_BACK = 32.0  # rounds in which a hold must win what it costs
 PROMPT_PAYS_BACK = 0.5  # where prompt tokens are the excess: the held must be moved back
+FEW_MORE = 8  # decodes read beyond twice those to hold
 FAR_OVER, FEW = 1.25, 2  # without a cost model: times the even share, and decodes beyond that
 
 
@@ -79,7 +80,7 @@ class Auto:
         least_s = _seconds(model, state, left, read * left // state.num_ready)
         if least_s > before_s * (1.0 - self._margin):
             return NOBODY
-        return self._move(model, state, plan, places)
+        return self._move(model, state, plan, read, places)
 
     def _by_count(self, state: PipelineState) -> Mapping[str, int]:
         far_over = FAR_OVER * state.decodes_alive / state.pp_size + FEW
@@ -92,10 +93,10 @@ class Auto:
     def _park(
         self, model: CostModel, state: PipelineState, plan: RoundPlan, read: int
     ) -> Mapping[str, int]:
-        """All over the tile sit out, if there are enough who may; the newest first."""
+        """All over the tile sit out, if there are enough who may."""
         over = state.num_ready + state.planned_prefill - plan.most_tokens
         count = min(over, state.num_ready - 1)
-        chosen = list(islice(self._free(state), max(count, 0)))
+        chosen = self._candidates(state, count)[:count] if count > 0 else []
         left = state.num_ready - len(chosen)
         before_s = _seconds(model, state, state.num_ready, read)
         after_s = _seconds(model, state, left, read * left // state.num_ready)
@@ -109,15 +110,24 @@ class Auto:
         return held
 
     def _move(
-        self, model: CostModel, state: PipelineState, plan: RoundPlan, places: list[int]
+        self,
+        model: CostModel,
+        state: PipelineState,
+        plan: RoundPlan,
+        read: int,
+        places: list[int],
     ) -> Mapping[str, int]:
         """Hold while it pays: seconds lost by the held against those all decodes win."""
-        decodes, read = len(state.ready), sum(decode.context_tokens for decode in state.ready)
+        decodes = state.num_ready
         seconds = _seconds(model, state, decodes, read)
+        if decodes + state.planned_prefill <= plan.share:  # not too many, but too long ones
+            candidates = sorted(self._free(state, state.ready), key=lambda d: -d.context_tokens)
+        else:
+            candidates = self._candidates(state, len(places))
         chosen: list[str] = []
         balance_s = best_s = 0.0
         best = 0
-        for decode, steps in zip(self._ranked(state, plan), places, strict=False):
+        for decode, steps in zip(candidates, places, strict=False):
             if seconds <= plan.level_s or decodes < 2:
                 break
             # An excess of decodes stays until it is moved, one of prompt tokens for a round.
@@ -136,18 +146,21 @@ class Auto:
             self._fairness.note(held, state.step, state.pp_size, plan.parks)
         return held
 
-    def _free(self, state: PipelineState) -> Iterator[Decode]:
-        """Who may be held, newest first."""
+    def _free(self, state: PipelineState, walk: Iterable[Decode]) -> Iterator[Decode]:
         free, step, pp_size = self._fairness.free, state.step, state.pp_size
-        return (decode for decode in reversed(state.ready) if free(decode, step, pp_size))
+        return (decode for decode in walk if free(decode, step, pp_size))
 
-    def _ranked(self, state: PipelineState, plan: RoundPlan) -> list[Decode]:
-        """Who may be held, most slack first; the longest contexts where it is not the number."""
-        free = list(self._free(state))
-        if state.num_ready + state.planned_prefill <= plan.share:
-            return sorted(free, key=lambda d: -d.context_tokens)
-        now_s, slo = state.now_s, self._slo_tpot
-        return sorted(free, key=lambda d: (d.holds_in_a_row, -slack_s(d, now_s, slo)))
+    def _candidates(self, state: PipelineState, count: int) -> list[Decode]:
+        """At least `count` who may be held, if there are, most slack first.
+
+        While token gaps meet their target slack grows with every token, so the oldest are read, and
+        the newest while they do not: no more than the best are likely to be among.
+        """
+        gap_s, now_s, slo = state.totals.mean_gap_s, state.now_s, self._slo_tpot
+        missed = gap_s is not None and gap_s > slo
+        free = self._free(state, reversed(state.ready) if missed else state.ready)
+        few = islice(free, 2 * count + FEW_MORE)
+        return sorted(few, key=lambda d: (d.holds_in_a_row, -slack_s(d, now_s, slo)))
 
 
 def _seconds(model: CostModel, state: PipelineState, decodes: int, context: int) -> float:

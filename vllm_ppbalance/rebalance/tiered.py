@@ -25,6 +25,7 @@ class Tiered:
         self._model = cost_model
         self._seen = LatencyTotals()
         self._next_look = 0
+        self._parked_at = -2  # the last step somebody was parked in
         self._oldest_first = settings.rebalance.mode == "tpot_first"
 
     def hold(self, state: PipelineState) -> Mapping[str, int]:
@@ -43,7 +44,10 @@ class Tiered:
             return {} if state.num_ready <= per_batch else self._hold_down(state, per_batch)
         ceiling = state.num_ready if headroom else per_batch + unit
         target = alive // state.pp_size
-        return {} if state.num_ready <= min(target, ceiling) else self._take_in(state, ceiling)
+        # Who was not parked in the last step is not parked now: no need to read the decodes.
+        if state.num_ready <= (target if state.step <= self._parked_at + 1 else ceiling):
+            return {}
+        return self._take_in(state, ceiling)
 
     def _hold_down(self, state: PipelineState, most: int) -> Mapping[str, int]:
         """All but `most` park."""
@@ -62,6 +66,7 @@ class Tiered:
         if count <= 0:
             return {}
         longest = state.pp_size - 1
+        self._parked_at = state.step
         able = [item for item in enumerate(among) if item[1].holds_in_a_row < longest]
         return {d.request_id: 1 for _, d in sorted(able, key=self._rank)[:count]}
 
