@@ -41,7 +41,7 @@ class Controller:
         self.pp_size = pp_size
         self.clock: Clock = SystemClock()
         self.cohorts = Cohorts(pp_size, by_step=cadence == "step")
-        self.timer = StepTimer(pp_size)
+        self.timer = StepTimer(pp_size, tokens_on_device=cadence == "step")
         self.backlog = Backlog()
         self.prefilling: set[str] = set()  # admitted requests with prompt left to compute
         self.budget_floor = 1  # tokens beyond the decodes' that keep every prompt going

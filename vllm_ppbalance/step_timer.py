@@ -22,15 +22,21 @@ class Step(NamedTuple):
 
 
 class StepTimer:
-    """Running totals of latencies, and the stage time of each micro-batch that shows one."""
+    """Running totals of latencies, and the stage time of each micro-batch that shows one.
 
-    def __init__(self, pp_size: int) -> None:
+    `tokens_on_device`: a micro-batch feeds on the tokens of the one pp_size steps before, straight
+    from the last stage (Model Runner V2 with asynchronous scheduling), so it starts no sooner.
+    """
+
+    def __init__(self, pp_size: int, *, tokens_on_device: bool = False) -> None:
         self.totals = LatencyTotals()
         self.first_token_s: dict[str, float] = {}
         self.last_token_s: dict[str, float] = {}
         self._pp_size = pp_size
         self._stage_times = StageTimes(pp_size)
         self._pending: deque[Step] = deque()
+        self._tokens_on_device = tokens_on_device
+        self._done: deque[tuple[int, float]] = deque(maxlen=pp_size)  # (step, when it came back)
         self._was_full = False
         self._shapes: set[tuple[bool, int]] = set()
 
@@ -53,12 +59,16 @@ class StepTimer:
         between, and for a shape seen before: the first of its shape may hold one-time work.
         """
         batch = step.batch
+        start_s = step.submitted_s
+        if self._tokens_on_device and self._done and self._done[0][0] == step.step - self._pp_size:
+            start_s = max(start_s, self._done[0][1])
+        self._done.append((step.step, now_s))
         behind = sum(later.batch is not None for later in self._pending)
         was_full, self._was_full = self._was_full, behind >= self._pp_size - 1
         if batch is None:
             self._was_full = False
             return None
-        seconds, _ = self._stage_times.completed(step.submitted_s, now_s)
+        seconds, _ = self._stage_times.completed(start_s, now_s)
         shape = (bool(batch.prefills), batch.num_tokens // SHAPE_TOKENS)
         seen = shape in self._shapes
         self._shapes.add(shape)
