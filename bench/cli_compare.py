@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_policies(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from bench.simulate import build_workload, simulate
+    from bench.sim_world import build_workload
+    from bench.simulate import simulate
 
     fields = spec_fields(args)
     specs = [make_spec(fields, policy) for policy in args.policies]

@@ -9,7 +9,8 @@ from rich.progress import Progress
 
 from bench.chrome_trace import write_trace
 from bench.cli_options import add_spec_arguments, make_spec, spec_fields
-from bench.simulate import Outcome, build_workload, simulate
+from bench.sim_world import build_workload
+from bench.simulate import Outcome, simulate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
