@@ -30,6 +30,7 @@ class Case:
     max_num_seqs: int = 512
     kv_cache_gib: float = 96.0
     max_output: int = 300
+    cv: float | None = None  # of gamma arrivals; Poisson without
 
 
 H200, A100 = "h200_qwen2.5-32b", "a100_codellama-34b"
@@ -39,6 +40,8 @@ CASES = (
     Case("H200", H200, 4, "cnn_r", 0.9, 15.0),
     Case("H200", H200, 4, "azure_swapped", 0.75, 15.0),
     Case("H200", H200, 8, "cnn_r", 0.85, 10.0),
+    Case("H200, bursts", H200, 4, "cnn_r", 0.7, 20.0, cv=6.0),
+    Case("H200, bursts", H200, 8, "cnn_r", 0.7, 15.0, cv=6.0),
     Case("H200, budget 8192", H200, 4, "azure_conv", 0.6, 20.0, budget=8192),
     Case("A100", A100, 2, "cnn_r", 0.7, 40.0, **_OF_A100),
     Case("A100", A100, 4, "cnn_r", 0.7, 30.0, **_OF_A100),
@@ -72,10 +75,11 @@ def spec_of(case: Case, strategy: str, folder: Path, seed: int) -> SimSpec:
         fields["policy"]["settings"]["rebalance"]["base_unit"] = "auto"
     workload: dict[str, Any] = {
         "name": case.workload,
-        "arrival": "poisson",
+        "arrival": "poisson" if case.cv is None else "gamma",
         "window": [0.0, case.window_s],
         "max_output_tokens": case.max_output,
         "seed": seed,
+        **({} if case.cv is None else {"cv": case.cv}),
     }
     spec = SimSpec.parse({"workload": {**workload, "rate": 10.0}, **fields})
     rate = round(case.load * capacity(spec), 2)

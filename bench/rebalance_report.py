@@ -21,6 +21,8 @@ from bench.versions import versions
 
 STRATEGIES = ("off", "even_share", "tiered", "auto")
 IDLE_S = 60.0
+GOODPUT_LOADS, GOODPUT_STEP = (0.4, 1.0), 0.02
+GOODPUT_TTFT_S, GOODPUT_TPOT_S = 2.0, 0.08  # about the time of a full tile in each micro-batch
 _HEAD = (
     "| pipeline | workload, requests/s | strategy | D-D bubble % | of the slowest stage % "
     "| all bubbles % | output tok/s | TPOT P50 ms | P90 | P99 | TTFT P90 ms | held | ours % |\n"
@@ -29,10 +31,10 @@ _HEAD = (
 
 _TEXT = """Written by `python -m bench.rebalance_report`, seed {seed}. {about}
 Simulated on latency profiles measured on these GPUs; `flat decodes` is a made-up profile of the
-H200 one. Poisson arrivals, outputs of at most 300 tokens; the percentage beside the rate is of the
-work the stages can do. In brackets: against `off`. The D-D bubbles of all stages hold what a longer
-last stage makes the others wait. `ours` is the plugin's time on top of what vLLM's own scheduler
-takes.
+H200 one. Poisson arrivals (bursts: gamma, coefficient of variation 6), outputs of at most 300
+tokens; the percentage beside the rate is of the work the stages can do. In brackets: against `off`.
+The D-D bubbles of all stages hold what a longer last stage makes the others wait. `ours` is the
+plugin's time on top of what vLLM's own scheduler takes.
 
 Versions: {made}.
 
@@ -109,6 +111,25 @@ def report(cases: Sequence[Case], cache: Path, seed: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+def goodput_table(case: Case, cache: Path, seed: int) -> str:
+    """The highest rate at which P90 TTFT and TPOT meet their SLO, by bisection over the load."""
+    lines = ["| strategy | goodput, requests/s | against `off` |", "|---|---|---|"]
+    best: dict[str, float] = {}
+    for name in STRATEGIES:
+        low, high = GOODPUT_LOADS
+        rate = 0.0
+        while high - low > GOODPUT_STEP:
+            load = round((low + high) / 2, 4)
+            run = _cached(replace(case, load=load), name, cache, seed)
+            if run["tpot_s"]["p90"] <= GOODPUT_TPOT_S and run["ttft_p90_s"] <= GOODPUT_TTFT_S:
+                low, rate = load, run["rate"]
+            else:
+                high = load
+        best[name] = rate
+        lines.append(f"| {name} | {rate:g} | {rate / best['off']:.2f}x |")
+    return "\n".join(lines) + "\n"
+
+
 def _cached(case: Case, strategy: str, cache: Path, seed: int) -> dict[str, Any]:
     name = "-".join(str(value) for value in asdict(case).values()).replace(" ", "")
     path = cache / f"{name}-{strategy}-{seed}.json"
@@ -129,10 +150,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cache", type=Path, default=Path("out/rebalance"), help="finished runs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, nargs="*", help="numbers of the cases, from 0")
+    parser.add_argument("--goodput", action="store_true", help="add goodput of the cases")
     args = parser.parse_args(argv)
     _quiet()
     cases = CASES if args.case is None else [CASES[i] for i in args.case]
     table = report(cases, args.cache, args.seed)
+    if args.goodput:
+        for case in cases:
+            table += (
+                f"\n{case.title}, PP={case.pp_size}, {case.workload}: goodput at P90 TTFT "
+                f"{GOODPUT_TTFT_S:g} s and P90 TPOT {1e3 * GOODPUT_TPOT_S:g} ms\n\n"
+            )
+            table += goodput_table(case, args.cache, args.seed)
     made = ", ".join(f"{name} {version}" for name, version in versions().items())
     args.out.parent.mkdir(parents=True, exist_ok=True)
     text = _TEXT.format(seed=args.seed, about=__doc__, made=made)
