@@ -7,7 +7,7 @@ pytest.importorskip("vllm")
 from bench.engine import RequestSpec
 from tests.worlds import ASYNC, SYNC, batch_of, serve
 from vllm_ppbalance.profile_store import ProfileRefusedError
-from vllm_ppbalance.profiling import own_request
+from vllm_ppbalance.startup_profile import own_request
 
 pytestmark = pytest.mark.scheduler
 each_mode = pytest.mark.parametrize("mode", [SYNC, ASYNC], ids=["sync", "async-v2"])

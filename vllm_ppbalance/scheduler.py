@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ppbalance.cohorts import Flight
 from vllm_ppbalance.controller import Controller
-from vllm_ppbalance.profiling import ProfileRun, finish, own_request, prepare
+from vllm_ppbalance.profiling import ProfileRun, finish, prepare
 from vllm_ppbalance.reader import cadence, read_state, smallest_budget
+from vllm_ppbalance.startup_profile import own_request
 from vllm_ppbalance.state import MicroBatch
 from vllm_ppbalance.step_timer import Step
 
