@@ -10,7 +10,7 @@ import yaml
 from bench.batch import BatchShape
 from bench.latency import load_profile
 from bench.sim_spec import SimSpec
-from bench.simulate import build_workload
+from bench.sim_world import build_workload
 
 CHUNK = 512  # tokens of the fixed budget, where a case names no other
 FLAT_TOKENS = 512  # the made-up profile's batches up to this size all take as long

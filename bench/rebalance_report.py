@@ -16,7 +16,8 @@ from typing import Any
 from bench.__main__ import _quiet
 from bench.bubbles import Load, stage_use
 from bench.rebalance_cases import CASES, Case, spec_of
-from bench.simulate import Outcome, build_workload, simulate
+from bench.sim_world import build_workload
+from bench.simulate import Outcome, simulate
 from bench.versions import versions
 
 STRATEGIES = ("off", "even_share", "tiered", "auto")
@@ -150,18 +151,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cache", type=Path, default=Path("out/rebalance"), help="finished runs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, nargs="*", help="numbers of the cases, from 0")
-    parser.add_argument("--goodput", action="store_true", help="add goodput of the cases")
+    parser.add_argument("--goodput", type=int, nargs="*", default=[], help="cases to bisect")
     args = parser.parse_args(argv)
     _quiet()
     cases = CASES if args.case is None else [CASES[i] for i in args.case]
     table = report(cases, args.cache, args.seed)
-    if args.goodput:
-        for case in cases:
-            table += (
-                f"\n{case.title}, PP={case.pp_size}, {case.workload}: goodput at P90 TTFT "
-                f"{GOODPUT_TTFT_S:g} s and P90 TPOT {1e3 * GOODPUT_TPOT_S:g} ms\n\n"
-            )
-            table += goodput_table(case, args.cache, args.seed)
+    for case in [CASES[i] for i in args.goodput]:
+        table += (
+            f"\n{case.title}, PP={case.pp_size}, {case.workload}: goodput at P90 TTFT "
+            f"{GOODPUT_TTFT_S:g} s and P90 TPOT {1e3 * GOODPUT_TPOT_S:g} ms\n\n"
+        )
+        table += goodput_table(case, args.cache, args.seed)
     made = ", ".join(f"{name} {version}" for name, version in versions().items())
     args.out.parent.mkdir(parents=True, exist_ok=True)
     text = _TEXT.format(seed=args.seed, about=__doc__, made=made)

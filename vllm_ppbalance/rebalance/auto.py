@@ -17,7 +17,7 @@ NOBODY: Mapping[str, int] = MappingProxyType({})
 STALE = 16  # a plan is made anew where the decodes have changed by more than this part
 PAYS_BACK = 32.0  # rounds in which a hold must win what it costs
 PROMPT_PAYS_BACK = 0.5  # where prompt tokens are the excess: the held must be moved back
-FEW_MORE = 8  # decodes read beyond twice those to hold
+FEW_MORE = 8  # decodes read beyond half as many again as are to be held
 FAR_OVER, FEW = 1.25, 2  # without a cost model: times the even share, and decodes beyond that
 
 
@@ -159,7 +159,7 @@ class Auto:
         gap_s, now_s, slo = state.totals.mean_gap_s, state.now_s, self._slo_tpot
         missed = gap_s is not None and gap_s > slo
         free = self._free(state, reversed(state.ready) if missed else state.ready)
-        few = islice(free, 2 * count + FEW_MORE)
+        few = islice(free, count + count // 2 + FEW_MORE)
         return sorted(few, key=lambda d: (d.holds_in_a_row, -slack_s(d, now_s, slo)))
 
 

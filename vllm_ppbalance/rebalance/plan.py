@@ -72,6 +72,9 @@ def find_places(state: PipelineState, plan: RoundPlan) -> list[int]:
     """
     loads = [_weigh(*load, plan) for load in cohort_loads(state)]
     one, most = loads[0] / state.num_ready, state.num_ready - 1
+    if plan.tile:  # more than these cross no further step
+        over = state.num_ready + state.planned_prefill - plan.most_tokens
+        most = min(most, max(over, state.num_ready - plan.share, 0))
     places = _spread(loads[1:], plan.share, one, most)
     if not plan.tile:
         return places
