@@ -11,6 +11,9 @@ class Backlog:
         self.arrived_tokens = 0
         self._waiting: dict[str, int] = {}
 
+    def __len__(self) -> int:
+        return len(self._waiting)
+
     def arrived(self, request_id: str, num_tokens: int) -> None:
         """Count a new request."""
         self.arrived_tokens += num_tokens

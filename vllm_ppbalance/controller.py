@@ -44,6 +44,7 @@ class Controller:
         self.timer = StepTimer(pp_size, tokens_on_device=cadence == "step")
         self.backlog = Backlog()
         self.prefilling: set[str] = set()  # admitted requests with prompt left to compute
+        self.kv_free = 1.0  # share of the KV cache, as last read
         self.budget_floor = 1  # tokens beyond the decodes' that keep every prompt going
         self.chunk = make_chunk_policy(settings)
         self.rebalance: RebalancePolicy = (

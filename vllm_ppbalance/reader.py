@@ -17,6 +17,8 @@ def read_state(scheduler: Any, own: Controller, step: int, stock_budget: int) ->
     decode_budget = num_ready * (1 + scheduler.num_spec_tokens)
     floor = decode_budget + own.budget_floor
     waiting_tokens = own.backlog.waiting_tokens
+    if not step % cohorts.pp_size:  # no policy looks more often than once a round
+        own.kv_free = 1.0 - scheduler.kv_cache_manager.usage
     for request_id in chunked:
         request = requests[request_id]
         waiting_tokens += request.num_tokens - request.num_computed_tokens
@@ -33,12 +35,12 @@ def read_state(scheduler: Any, own: Controller, step: int, stock_budget: int) ->
         cohorts.in_flight(),
         cohorts.recent,
         cohorts.parked_counts(),
-        scheduler.get_request_counts()[1],
+        len(own.backlog),
         len(chunked),
         Lazy(waiting_prompts, scheduler, own),
         waiting_tokens,
         own.backlog.arrived_tokens,
-        1.0 - scheduler.kv_cache_manager.usage,
+        own.kv_free,
         own.timer.totals,
     )
 

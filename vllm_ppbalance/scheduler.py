@@ -153,24 +153,30 @@ class PPBalanceMixin:
         context = sum(cached.num_computed_tokens)
         decode_tokens = output.total_num_scheduled_tokens
         decodes: Set[str] = ran
-        next_decodes, firsts = set(ran), NOBODY
-        prefills: tuple[tuple[int, int], ...] = ()
+        next_decodes, firsts, prefills = set(ran), set(), []
         if prompts:
-            unfinished = {r for r in prompts if self.requests[r].is_prefill_chunk}
-            own.prefilling.difference_update(prompts)
-            own.prefilling |= unfinished
+            # A prompt without a token yet adds no gap; a recomputed one must not.
+            if self.num_spec_tokens or not own.timer.last_token_s.keys().isdisjoint(prompts):
+                decodes = ran - prompts
             own.backlog.left(prompts)
-            done = prompts - unfinished
-            firsts = {r for r in done if not self.requests[r].num_output_tokens}
-            decodes = ran - prompts
-            next_decodes -= unfinished
-            before = {r: self.requests[r].num_computed_tokens - tokens[r] for r in prompts}
-            prefills = tuple((tokens[r], prefix) for r, prefix in before.items())
-            decode_tokens -= sum(new for new, _ in prefills)
-            new_ids = {new.req_id for new in output.scheduled_new_reqs}
-            context -= sum(prefix for r, prefix in before.items() if r not in new_ids)
+        prefilling = own.prefilling
+        for request_id in prompts:
+            request, new = self.requests[request_id], tokens[request_id]
+            before = request.num_computed_tokens - new
+            prefills.append((new, before))
+            decode_tokens -= new
+            if request_id in prefilling or request_id in cached.resumed_req_ids:
+                context -= before
+            if request.is_prefill_chunk:
+                prefilling.add(request_id)
+                next_decodes.discard(request_id)
+            else:
+                prefilling.discard(request_id)
+                if not request.num_output_tokens:
+                    firsts.add(request_id)
+        num_decodes = len(ran) - len(prompts)
         batch = MicroBatch(
-            step, len(ran), len(decodes), decode_tokens, context, prefills, len(next_decodes)
+            step, len(ran), num_decodes, decode_tokens, context, tuple(prefills), len(next_decodes)
         )
         own.timer.scheduled(Step(output, step, decodes, firsts, batch, own.clock.monotonic()))
         own.cohorts.scheduled(Flight(batch, next_decodes), ran)
