@@ -96,13 +96,13 @@ def simulate(
     )
     with _rare_collection():
         run = engine.run(sent(requests, spec.prefix_caching), until_s=spec.time_limit_s)
-    if getattr(scheduler, "ppbalance_failed", False):
-        raise PolicyFailedError(
-            f"policy {spec.policy.name!r} failed and left stock scheduling: see the log"
-        )
-    stages = [[Busy(*interval) for interval in stage] for stage in pipeline.intervals]
-    records = finished(requests, run)
-    result = result_of(spec, scheduler, requests, records, run, stages)
+        if getattr(scheduler, "ppbalance_failed", False):
+            raise PolicyFailedError(
+                f"policy {spec.policy.name!r} failed and left stock scheduling: see the log"
+            )
+        stages = [[Busy(*interval) for interval in stage] for stage in pipeline.intervals]
+        records = finished(requests, run)
+        result = result_of(spec, scheduler, requests, records, run, stages)
     return Outcome(spec, result, real_costs(scheduler, run, started), records, run, stages, rows)
 
 
