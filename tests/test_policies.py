@@ -39,7 +39,10 @@ def pipeline(cohorts, step=100, **fields):
 
 
 def greedy(**chunk):
-    return GreedyChunk(Settings.model_validate({"chunk": chunk}))
+    """The greedy rule, past its first step."""
+    policy = GreedyChunk(Settings.model_validate({"chunk": chunk}))
+    policy.budget(pipeline([4, 4, 4, 4], 1))
+    return policy
 
 
 def feed(policy, ttft_s, gap_s, step, seen, kv_free=1.0, cohorts=(4, 4, 4, 4)):
@@ -58,6 +61,13 @@ def test_greedy_starts_small_and_grows_by_its_base_while_ttft_is_long():
     policy, seen = greedy(), []
     assert policy.budget(pipeline([4, 4, 4, 4], 100)) == 128
     assert [feed(policy, 0.7, 0.05, 104 + 4 * i, seen) for i in range(3)] == [256, 384, 512]
+
+
+def test_greedy_knows_nothing_of_latencies_from_before_its_first_step():
+    policy, seen = GreedyChunk(Settings()), [(9.0, 0.05)]
+    assert feed(policy, 9.0, 0.05, 100, seen) == 128
+    assert policy.budget(pipeline([4] * 4, 104, totals=LatencyTotals(18.0, 2, 0.1, 2))) == 128
+    assert feed(policy, 0.7, 0.05, 108, seen) == 256
 
 
 def test_greedy_decides_every_pp_size_steps_only():

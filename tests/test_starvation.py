@@ -1,6 +1,6 @@
 """No request starves: random arrivals, aborts and preemptions, for as many steps as asked for.
 
-PPBALANCE_SOAK_STEPS (policy steps) and PPBALANCE_SOAK_SCHEDULER_STEPS (of vLLM's real scheduler)
+SOAK_STEPS (policy steps) and SOAK_SCHEDULER_STEPS (of vLLM's real scheduler)
 make the soak as long as wanted: a million and 100,000 outside CI.
 """
 
@@ -16,8 +16,8 @@ from vllm_ppbalance.base_table import BaseTable
 from vllm_ppbalance.config import Settings
 from vllm_ppbalance.cost_model import CostModel
 
-POLICY_STEPS = int(os.environ.get("PPBALANCE_SOAK_STEPS", "24000"))
-SCHEDULER_STEPS = int(os.environ.get("PPBALANCE_SOAK_SCHEDULER_STEPS", "3000"))
+POLICY_STEPS = int(os.environ.get("SOAK_STEPS", "24000"))
+SCHEDULER_STEPS = int(os.environ.get("SOAK_SCHEDULER_STEPS", "3000"))
 STRATEGIES = ("auto", "tiered", "even_share", "threshold")
 MOST_ALIVE = 150
 UNIT = 16  # a small tile, so that few requests are over it
@@ -52,7 +52,9 @@ class Soak(World):
     def one_step(self):
         if not self.step % 100:
             self.most_alive = self.rng.randint(2, MOST_ALIVE)
-        while self.newest.arrival_s <= self.clock.now_s and len(self.alive) < self.most_alive:
+        room = self.most_alive - len(self.alive) - len(self.queue) - len(self.arrivals)
+        while self.newest.arrival_s <= self.clock.now_s and room > 0:
+            room -= 1
             self.arrivals.append(self.newest)
             self.newest = next(self.source)
         if not (self.arrivals or self.queue or self.alive):  # idle until the next one comes

@@ -51,6 +51,7 @@ def check_rows(steps: Path) -> None:
     """Each combination ran, none failed, and the policies had an effect."""
     rows = [json.loads(line) for line in steps.read_text().splitlines()]
     assert not any(row["failed"] for row in rows)
+    moves = dict.fromkeys(REBALANCES, 0)
     for name, _ in combinations():
         own = [row for row in rows if row["policy"] == name]
         assert own, f"{name} never ran"
@@ -59,4 +60,6 @@ def check_rows(steps: Path) -> None:
             assert max(prefills) <= FIXED_TOKENS, name
         elif name.startswith("greedy"):
             assert prefills[0] <= 128, name  # greedy starts at its smallest chunk
-        assert (own[-1]["moves"] == 0) == name.endswith("off"), name
+        moves[name.split("-")[1]] += own[-1]["moves"]
+    assert moves.pop("off") == 0
+    assert all(moves.values()), moves

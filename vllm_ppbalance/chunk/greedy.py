@@ -16,16 +16,18 @@ class GreedyChunk:
         self._chunk = settings.chunk.greedy_min_chunk
         self._saved_chunk: int | None = None  # while KV is short: the chunk to go back to
         self._next_step = 0
-        self._seen = LatencyTotals()
+        self._seen: LatencyTotals | None = None
 
     def budget(self, state: PipelineState) -> int | None:
         """The chunk, never below what the fullest recent micro-batch's requests need."""
+        if self._seen is None:  # what another policy left behind says nothing of this one
+            self._seen = state.totals
         if state.step >= self._next_step:
             self._next_step = state.step + state.pp_size
-            self._decide(state)
+            self._decide(state, self._seen)
         return at_least_requests(self._chunk, state)
 
-    def _decide(self, state: PipelineState) -> None:
+    def _decide(self, state: PipelineState, seen: LatencyTotals) -> None:
         knobs = self._settings.chunk
         if state.kv_free < knobs.kv_free_threshold:
             if self._saved_chunk is None:
@@ -34,7 +36,7 @@ class GreedyChunk:
             return
         if self._saved_chunk is not None:
             self._chunk, self._saved_chunk = self._saved_chunk, None
-        window = state.totals.since(self._seen)
+        window = state.totals.since(seen)
         if window.mean_ttft_s is None:
             return
         self._seen = state.totals
