@@ -16,7 +16,8 @@ import numpy as np
 from bench.fit_rows import MeasuredShape, load_rows
 from bench.logged_runs import LoggedStep, load_lengths, load_runs, logged_steps
 from vllm_ppbalance.base_table import BaseTable
-from vllm_ppbalance.cost_model import UNITS, CostModel
+from vllm_ppbalance.cost_model import CostModel
+from vllm_ppbalance.features import UNITS
 from vllm_ppbalance.profile_fit import TERMS, Measured, fit_cost_model
 from vllm_ppbalance.roofline import roofline
 
@@ -165,22 +166,21 @@ def _base_model(saved: dict[str, Any], learn: Collection[str]) -> CostModel:
     return CostModel(table, profiled=True, learn=learn)
 
 
-def report_speed(rows: Path) -> None:
-    """Microseconds of a prediction and of an update: the fastest of many short rounds."""
-    model = fit_cost_model(to_points(load_rows(rows)[1]))
-    shape: tuple[int, tuple[tuple[int, int], ...], int, int] = (
-        1024,
-        ((900, 200), (20, 0)),
-        104,
-        80_000,
-    )
-    rounds, calls = 300, 50
-    for name, call in (
-        ("prediction", lambda: model.predict(*shape)),
-        ("update", lambda: model.observe(*shape, 0.035)),
-    ):
-        fastest_s = min(timeit.repeat(call, number=calls, repeat=rounds)) / calls
-        print(f"{name}: {fastest_s * 1e6:.1f} us")
+def speed(points: Sequence[Measured], rounds: int = 300) -> tuple[float, float]:
+    """Seconds of a prediction and of an update: the fastest of many short rounds over `points`."""
+    model = fit_cost_model(points)
+    taken = [points[i] for i in np.linspace(0, len(points) - 1, 50).astype(int)]
+
+    def predict() -> None:
+        for p in taken:
+            model.predict(p.num_tokens, p.prefills, p.decodes, p.decode_context)
+
+    def update() -> None:
+        for p in taken:
+            model.observe(p.num_tokens, p.prefills, p.decodes, p.decode_context, p.seconds)
+
+    fastest = [min(timeit.repeat(call, number=1, repeat=rounds)) for call in (predict, update)]
+    return fastest[0] / len(taken), fastest[1] / len(taken)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -198,7 +198,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     report_rows(rows.parent, args.seeds)
     report_logs(args.data / "h200x2_pp2", rows, trace)
     print()
-    report_speed(rows)
+    predict_s, update_s = speed(to_points(load_rows(rows)[1]))
+    print(f"prediction: {predict_s * 1e6:.1f} us, update: {update_s * 1e6:.1f} us")
     return 0
 
 

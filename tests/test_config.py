@@ -27,6 +27,9 @@ def test_defaults_are_the_published_ones():
     ratios = (chunk.tpot_violation_ratio, chunk.ttft_low_ratio, chunk.ttft_high_ratio)
     assert (*ratios, chunk.tpot_safe_ratio, chunk.kv_free_threshold) == (1.08, 0.1, 0.3, 0.85, 0.1)
     assert settings.rebalance.delay_threshold == 4
+    predictor = settings.predictor
+    assert (predictor.forgetting, predictor.initial_variance) == (0.9975, 1.25)
+    assert predictor.error_clip == 0.4
 
 
 def test_the_first_source_wins_knob_by_knob(tmp_path):
@@ -68,6 +71,9 @@ def test_other_plugins_settings_are_not_ours():
         ({}, {"PPBALANCE_SLO_TPOT": "1e400"}, ["slo_tpot", "inf", "PPBALANCE_SLO_TPOT"]),
         ({}, {"PPBALANCE_CHUNK__GREEDY_MIN_CHUNK": "0"}, ["greedy_min_chunk", "0", "1"]),
         ({}, {"PPBALANCE_CHUNK__GREEDY_MIN_CHUNK": "9000"}, ["greedy_min_chunk = 9000", "2048"]),
+        ({"predictor": {"forgetting": 0.5}}, {}, ["predictor.forgetting", "0.5", "0.9"]),
+        ({"predictor": {"initial_variance": 0}}, {}, ["predictor.initial_variance", "0"]),
+        ({}, {"PPBALANCE_PREDICTOR__ERROR_CLIP": "1.5"}, ["predictor.error_clip", "1.5", "1"]),
         ({}, {"PPBALANCE_CONFIG": "/nowhere/x.yaml"}, ["PPBALANCE_CONFIG", "/nowhere/x.yaml"]),
         ({}, {"PPBALANCE_CHUNK": "3", "PPBALANCE_CHUNK__STRATEGY": "fixed"}, ["chunk"]),
     ],

@@ -2,6 +2,7 @@
 
 import json
 import math
+import timeit
 
 import numpy as np
 import pytest
@@ -11,10 +12,13 @@ from hypothesis import strategies as st
 from bench.fit_rows import load_rows
 from bench.fit_vidur import load_operators
 from bench.logged_runs import load_lengths, load_runs, logged_steps
-from bench.predictor import heldout, online, pipeline_points
+from bench.predictor import heldout, online, pipeline_points, speed
 from tests.shared_data import data_file
 from vllm_ppbalance.base_table import BaseTable
-from vllm_ppbalance.cost_model import JUMP_SAMPLES, UNITS, CostModel
+from vllm_ppbalance.config import PredictorSettings
+from vllm_ppbalance.cost_model import CostModel
+from vllm_ppbalance.features import UNITS
+from vllm_ppbalance.jumps import JUMP_SAMPLES
 from vllm_ppbalance.profile_fit import TERMS, Measured, fit_cost_model
 from vllm_ppbalance.roofline import roofline
 from vllm_ppbalance.stage_times import StageTimes
@@ -22,6 +26,7 @@ from vllm_ppbalance.stage_times import StageTimes
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 # Coefficients of the size an H200 shows with half of a 32B model.
 CONTEXT_S, SQUARE_S, PREFIX_S, DECODE_S = 2.6e-8, 1.4e-9, 1.4e-9, 5e-5
+SUM_OF_THOUSAND_S = 20e-6  # sum(range(1000)) on the machine the time limits were set on
 
 
 def true_seconds(tokens, prefills=(), decodes=0, context=0, tile=0):
@@ -258,6 +263,47 @@ def test_only_the_named_terms_are_learnt():
         observe(model, p)
     learnt = {name for name, seconds in model.terms().items() if abs(seconds) > 1e-15}
     assert learnt <= {"base", "context"}
+
+
+MAKERS = {
+    "profiled": lambda settings: fit_cost_model(profile(), settings=settings),
+    "saved": lambda settings: CostModel.from_dict(profiled().to_dict(), settings),
+    "guessed": lambda settings: roofline(15e9, 0.7e15, 4e12, settings=settings),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_settings_change_how_every_model_learns(make):
+    p = point(1024, 0)
+
+    def moved(factors, **settings):
+        model = make(PredictorSettings(**settings))
+        before = model.predict(*p[:4])
+        for factor in factors:
+            observe(model, p, factor * before)
+        return model.predict(*p[:4]) / before - 1.0
+
+    once, drift = [1.3], [*[0.9] * 400, *[1.1] * 40]
+    assert moved(once, initial_variance=0.01) < 0.9 * moved(once) < moved(once)
+    assert moved([30.0], error_clip=0.1) < 0.5 * moved([30.0]) < 0.5 * moved([30.0], error_clip=1.0)
+    assert moved(drift, forgetting=0.9) > moved(drift, forgetting=1.0) + 0.005
+
+
+@pytest.mark.parametrize(
+    "value", [{"forgetting": 0.5}, {"initial_variance": 0.0}, {"error_clip": 2.0}]
+)
+def test_a_predictor_setting_out_of_bounds_is_refused(value):
+    with pytest.raises(ValueError, match=next(iter(value))):
+        PredictorSettings(**value)
+
+
+def test_a_prediction_takes_five_microseconds_and_an_update_thirty():
+    """On a machine that is slower than the one these were set on, as much more."""
+    predict_s, update_s = speed([p for p in profile() for _ in range(3)])
+    work_s = min(timeit.repeat(lambda: sum(range(1000)), number=20, repeat=200)) / 20
+    slower = max(1.0, work_s / SUM_OF_THOUSAND_S)
+    assert predict_s < 5e-6 * slower
+    assert update_s < 30e-6 * slower
 
 
 def test_it_survives_a_round_through_json():

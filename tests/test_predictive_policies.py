@@ -11,7 +11,8 @@ from vllm_ppbalance.base_table import BaseTable
 from vllm_ppbalance.chunk import make_chunk_policy
 from vllm_ppbalance.chunk.equal_latency import ChunkTimes, fit_chunk_times
 from vllm_ppbalance.config import ChunkSettings, Settings
-from vllm_ppbalance.cost_model import UNITS, CostModel, reference_units
+from vllm_ppbalance.cost_model import CostModel
+from vllm_ppbalance.features import UNITS, reference_units
 from vllm_ppbalance.state import MicroBatch, Waiting
 
 STRATEGIES = ("alp", "equal_latency", "throttle", "spread")

@@ -12,7 +12,8 @@ from tests.decode_world import Served, World, load
 from tests.test_policies import batch, pipeline, play
 from vllm_ppbalance.base_table import BaseTable
 from vllm_ppbalance.config import Settings
-from vllm_ppbalance.cost_model import UNITS, CostModel, reference_units
+from vllm_ppbalance.cost_model import CostModel
+from vllm_ppbalance.features import UNITS, reference_units
 from vllm_ppbalance.profile_fit import Measured, fit_cost_model
 from vllm_ppbalance.rebalance import Auto, EvenShare, Off, Tiered, make_rebalance_policy
 from vllm_ppbalance.rebalance.choose import slack_s

@@ -12,34 +12,18 @@ from typing import Any, Self
 import numpy as np
 
 from vllm_ppbalance.base_table import BaseTable
+from vllm_ppbalance.config import PredictorSettings
+from vllm_ppbalance.features import UNITS, Prefills, raw_features, reference_units
+from vllm_ppbalance.jumps import Jumps
 from vllm_ppbalance.rls import RecursiveLeastSquares
 
-Prefills = Sequence[tuple[int, int]]
-
 VERSION = 1
-# What each coefficient multiplies: the unit of its feature, so that all are of order one. Units of
-# context, square, prefix and bias are the published ones.
-UNITS = {
-    "base": 1.0,  # seconds of the base table
-    "bias": 0.1,
-    "mixed": 0.1,  # 1 where there is prefill: other graphs run than for decodes alone
-    "decodes": 1 / 128,
-    "context": 1e-5,  # tokens the decodes read
-    "square": 2.0**-20,  # sum over prompt chunks of new tokens squared
-    "prefix": 2.0**-21,  # sum of new tokens times those before them
-    "past": 1e-5,  # sum of the tokens before them: read once a chunk, whatever its length
-}
-REFERENCE_TOKENS = 64  # terms other than the base are in multiples of the time of such a batch
-FORGETTING = 0.9975  # published
-VARIANCE = 1.25  # published, of each interference term
-BASE_VARIANCE = 0.05  # the base is measured: it starts known to about a fifth
+PUBLISHED = PredictorSettings()
+BASE_VARIANCE = 0.04  # of an interference term's: the base is measured, known to about a fifth
 KNOWN = 1e-12  # variance of a term that is not learnt
-CLIP = 0.4  # published: errors beyond this share of the prediction are cut to it
 FLOOR = 0.2  # a prediction is at least this share of its base
 SCALES = (1e-3, 1e3)  # bounds of the base's factor, far outside what a GPU does
 LOWEST = np.array([SCALES[0], -np.inf, *[0.0] * (len(UNITS) - 2)])
-JUMP_SAMPLES = 8  # cut errors of one sign in a row that mean the stage has changed
-JUMP_ALIKE = 2.0  # largest over smallest change among them for all terms to change alike
 MIN_SAMPLES = 32  # before a model is trusted that has no profile, or after a jump
 MIN_SIZES = 3  # a table of fewer sizes says nothing about the others
 MAX_ERROR = 0.5  # mean absolute error, as a share, from which the model is not trusted
@@ -65,19 +49,22 @@ class CostModel:
         *,
         profiled: bool = False,
         learn: Collection[str] = tuple(UNITS),
+        settings: PredictorSettings = PUBLISHED,
     ) -> None:
         self._table = table
-        self._profiled = profiled
+        self.profiled = profiled
+        self._clip = settings.error_clip
         self._trust_from = 0 if profiled else MIN_SAMPLES
         start = [1.0, *[0.0] * (len(UNITS) - 1)] if theta is None else list(theta)
-        variance = [BASE_VARIANCE, *[VARIANCE] * (len(UNITS) - 1)]
+        each = settings.initial_variance
+        variance = [BASE_VARIANCE * each, *[each] * (len(UNITS) - 1)]
         variance = [v if name in learn else KNOWN for name, v in zip(UNITS, variance, strict=True)]
-        self._rls = RecursiveLeastSquares(start, variance, FORGETTING)
+        self._rls = RecursiveLeastSquares(start, variance, settings.forgetting)
         self._units = list(reference_units(table).values())
         self.num_samples = 0
         self.mean_error = 0.0  # absolute, as a share of what was measured; recent samples
         self._terms: list[float] = []
-        self._cut: list[tuple[bool, list[float], float]] = []  # (too short, raw features, seconds)
+        self._jumps = Jumps(settings.error_clip)
         self._last_s: float | None = None
         self._prefix_lengths: set[int] = set()
         self._refresh()
@@ -120,19 +107,20 @@ class CostModel:
         if not (usable and 0.0 < weight <= 1.0):
             return False
         self._note_age(now_s)
-        raw = self._features(num_tokens, prefills, decodes, decode_context)
+        raw = raw_features(self._table.at(num_tokens), prefills, decodes, decode_context)
         predicted = max(sum(map(mul, raw, self._terms)), FLOOR * self._terms[0] * raw[0])
         error = measured_s / predicted - 1.0
         x = [value * unit / predicted for value, unit in zip(raw, self._units, strict=True)]
-        if not self._rls.update(x, error, weight, CLIP):
+        if not self._rls.update(x, error, weight, self._clip):
             return False
         self._bound()
-        self._table.learn(num_tokens, min(max(error, -CLIP), CLIP), weight)
+        self._table.learn(num_tokens, min(max(error, -self._clip), self._clip), weight)
         self._refresh()
         self.num_samples += 1
         share = min(abs(predicted / measured_s - 1.0), 1.0)
         self.mean_error += ERROR_RATE * weight * (share - self.mean_error)
-        self._note_jump(error, raw, measured_s)
+        if self._jumps.note(error, raw, measured_s):
+            self._follow_jump()
         for _, before in prefills:
             self._note_prefix(before)
         return True
@@ -185,13 +173,13 @@ class CostModel:
             "tile": self._table.tile,
             "tile_s": self._table.tile_s,
             "terms": self.terms(),
-            "profiled": self._profiled,
+            "profiled": self.profiled,
             "num_samples": self.num_samples,
             "prefix_lengths": sorted(self._prefix_lengths),
         }
 
     @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> Self:
+    def from_dict(cls, saved: Mapping[str, Any], settings: PredictorSettings = PUBLISHED) -> Self:
         """The model `to_dict` wrote, uncertain as at first. Raises ValueError saying why."""
         try:
             if saved["version"] != VERSION:
@@ -205,7 +193,7 @@ class CostModel:
             )
             units = reference_units(table)
             theta = [float(saved["terms"][name]) / unit for name, unit in units.items()]
-            model = cls(table, theta, profiled=bool(saved["profiled"]))
+            model = cls(table, theta, profiled=bool(saved["profiled"]), settings=settings)
             model.num_samples = int(saved["num_samples"])
             model._prefix_lengths = {int(n) for n in saved["prefix_lengths"]}
         except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -218,17 +206,6 @@ class CostModel:
         """Count prefix lengths that a profile has measured."""
         for before in prefixes:
             self._note_prefix(before)
-
-    def _features(
-        self, num_tokens: int, prefills: Prefills, decodes: int, decode_context: int
-    ) -> list[float]:
-        square = prefix = past = 0
-        for new, before in prefills:
-            square += new * new
-            prefix += new * before
-            past += before
-        base = self._table.at(num_tokens)
-        return [base, 1.0, bool(prefills), decodes, decode_context, square, prefix, past]
 
     def _bound(self) -> None:
         """Nothing a batch carries makes it faster; only the bias may be below 0."""
@@ -244,25 +221,15 @@ class CostModel:
     def _note_prefix(self, before: int) -> None:
         self._prefix_lengths.add(before // PREFIX_BUCKET)
 
-    def _note_jump(self, error: float, raw: list[float], measured_s: float) -> None:
-        """After some errors of one sign in a row, all too large to learn from whole, start anew."""
-        too_short = error > 0.0
-        if abs(error) <= CLIP or (self._cut and self._cut[-1][0] != too_short):
-            self._cut.clear()
-        if abs(error) > CLIP:
-            self._cut.append((too_short, raw, measured_s))
-        if len(self._cut) < JUMP_SAMPLES:
-            return
+    def _follow_jump(self) -> None:
+        """Start anew, at the new speed where all work has changed alike."""
         self._rls.doubt()
         self._trust_from = self.num_samples + MIN_SAMPLES
-        changes = sorted(s / max(sum(map(mul, x, self._terms)), 1e-9) for _, x, s in self._cut)
-        bases = [x[0] for _, x, _ in self._cut]
-        # Alike over batches of unlike size: the GPU is slower or faster, not one kind of work.
-        if changes[-1] <= JUMP_ALIKE * changes[0] and max(bases) >= JUMP_ALIKE * min(bases):
-            self._rls.theta *= changes[JUMP_SAMPLES // 2]
+        factor = self._jumps.take(self._terms)
+        if factor is not None:
+            self._rls.theta *= factor
             self._bound()
             self._refresh()
-        self._cut.clear()
 
     def _note_age(self, now_s: float | None) -> None:
         if now_s is None:
@@ -270,9 +237,3 @@ class CostModel:
         if self._last_s is not None and now_s - self._last_s > MAX_IDLE_S:
             self._rls.doubt()
         self._last_s = now_s
-
-
-def reference_units(table: BaseTable) -> dict[str, float]:
-    """Seconds of a coefficient of 1, per unit of its feature."""
-    reference_s = table.at(REFERENCE_TOKENS)
-    return {name: unit if name == "base" else unit * reference_s for name, unit in UNITS.items()}

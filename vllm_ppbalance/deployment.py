@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_ppbalance.config import PredictorSettings
 from vllm_ppbalance.cost_model import CostModel
 from vllm_ppbalance.roofline import roofline
 
@@ -32,7 +33,7 @@ def deployment_of(vllm_config: Any, gpu: str, version: str, layer_split: str) ->
     }
 
 
-def guessed_model(vllm_config: Any) -> CostModel:
+def guessed_model(vllm_config: Any, settings: PredictorSettings) -> CostModel:
     """A roofline over the model's shape, to start from where nothing was measured."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     config = model.hf_text_config
@@ -52,6 +53,7 @@ def guessed_model(vllm_config: Any) -> CostModel:
         kv_bytes_per_token=layers * 2 * kv_heads * head * 2.0 / shards,
         attention_flops_per_pair=4.0 * head * heads * layers / shards,
         overhead_s=GUESSED_OVERHEAD_S,
+        settings=settings,
     )
 
 

@@ -9,7 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_ppbalance.base_table import BaseTable
-from vllm_ppbalance.cost_model import UNITS, CostModel, reference_units
+from vllm_ppbalance.config import PredictorSettings
+from vllm_ppbalance.cost_model import PUBLISHED, CostModel
+from vllm_ppbalance.features import UNITS, reference_units
 
 Floats = npt.NDArray[np.float64]
 
@@ -36,11 +38,15 @@ class Measured(NamedTuple):
     seconds: float
 
 
-def fit_cost_model(points: Sequence[Measured], terms: Collection[str] = TERMS) -> CostModel:
+def fit_cost_model(
+    points: Sequence[Measured],
+    terms: Collection[str] = TERMS,
+    settings: PredictorSettings = PUBLISHED,
+) -> CostModel:
     """The cost model that predicts `points` best, in absolute relative error, with these `terms`.
 
-    Repeats of a shape count once, by their median, so that one-time work does not. Raises
-    ValueError where no point has a positive, finite time.
+    Repeats of a shape count once, by their median, so that one-time work does not. `settings` are
+    for what the model learns later. Raises ValueError where no point has a positive, finite time.
     """
     shapes = _by_shape(points)
     tile = _find_tile(shapes)
@@ -49,7 +55,7 @@ def fit_cost_model(points: Sequence[Measured], terms: Collection[str] = TERMS) -
     table = BaseTable(fit.knots, np.cumsum(rises).tolist(), tile, tile_s, samples=SAMPLES)
     units = reference_units(table)
     theta = [1.0, *(found.get(name, 0.0) / units[name] for name in UNITS if name != "base")]
-    model = CostModel(table, theta, profiled=True)
+    model = CostModel(table, theta, profiled=True, settings=settings)
     model.note_prefixes([before for shape in shapes for _, before in shape.prefills])
     return model
 

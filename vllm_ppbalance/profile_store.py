@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_ppbalance.cost_model import CostModel
+from vllm_ppbalance.config import PredictorSettings
+from vllm_ppbalance.cost_model import PUBLISHED, CostModel
 
 logger = logging.getLogger("vllm.ppbalance")
 
@@ -31,9 +32,18 @@ def default_directory(environ: Mapping[str, str]) -> Path:
 
 
 class ProfileStore:
-    """The saved model of one deployment (model, GPU, stages, versions: plain values by name)."""
+    """The saved model of one deployment (model, GPU, stages, versions: plain values by name).
 
-    def __init__(self, directory: Path, deployment: Mapping[str, Any]) -> None:
+    `settings` are for what a loaded model learns from then on.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        deployment: Mapping[str, Any],
+        settings: PredictorSettings = PUBLISHED,
+    ) -> None:
+        self._settings = settings
         self.deployment = dict(deployment)
         text = json.dumps(self.deployment, sort_keys=True)
         name = str(self.deployment.get("model", "model")).rstrip("/").rsplit("/", 1)[-1]
@@ -64,7 +74,7 @@ class ProfileStore:
         if age_s > max_age_s:
             raise ProfileRefusedError(f"it is {age_s / DAY_S:.0f} days old")
         try:
-            return CostModel.from_dict(saved.get("model", {}))
+            return CostModel.from_dict(saved.get("model", {}), self._settings)
         except ValueError as error:
             raise ProfileRefusedError(str(error)) from None
 

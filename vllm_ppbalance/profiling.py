@@ -122,7 +122,8 @@ def store_of(vllm_config: Any, settings: Settings) -> ProfileStore:
     deployment = deployment_of(
         vllm_config, gpu_name(), str(vllm.__version__), layer_split(os.environ)
     )
-    return ProfileStore(Path(directory) if directory else default_directory(os.environ), deployment)
+    folder = Path(directory) if directory else default_directory(os.environ)
+    return ProfileStore(folder, deployment, settings.predictor)
 
 
 def prepare(scheduler: Any, own: Controller, hash_block: int) -> ProfileRun | None:
@@ -133,14 +134,14 @@ def prepare(scheduler: Any, own: Controller, hash_block: int) -> ProfileRun | No
     settings, config = own.settings, scheduler.vllm_config
     store = store_of(config, settings)
     try:
+        if settings.profiling.mode == "always":
+            raise ProfileRefusedError("a new one is asked for")
         own.use_model(store.load(settings.profiling.max_age_days * DAY_S), store)
-        if settings.profiling.mode != "always":
-            logger.info("ppbalance: stage times from the saved profile %s.", store.path)
-            return None
-        reason = "a new one is asked for"
+        logger.info("ppbalance: stage times from the saved profile %s.", store.path)
+        return None
     except ProfileRefusedError as refusal:
         reason = str(refusal)
-    own.use_model(guessed_model(config), store)
+    own.use_model(guessed_model(config, settings.predictor), store)
     forbidden = "profiling is off" if settings.profiling.mode == "off" else why_not(config)
     if forbidden:
         logger.info("ppbalance: no profile (%s); learning from serving: %s.", reason, forbidden)
@@ -166,7 +167,7 @@ def finish(run: ProfileRun, own: Controller) -> None:
             profile.ended_by,
         )
         return
-    own.use_model(fit_cost_model(profile.points), own.saver.store)
+    own.use_model(fit_cost_model(profile.points, settings=own.settings.predictor), own.saver.store)
     own.saver.start()
     logger.info(
         "ppbalance: measured %d micro-batches (%s); profile in %s.",

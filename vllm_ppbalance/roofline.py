@@ -7,7 +7,9 @@ performance model for multicore architectures", CACM 52 (2009).
 from math import isfinite
 
 from vllm_ppbalance.base_table import BaseTable
-from vllm_ppbalance.cost_model import UNITS, CostModel, reference_units
+from vllm_ppbalance.config import PredictorSettings
+from vllm_ppbalance.cost_model import PUBLISHED, CostModel
+from vllm_ppbalance.features import UNITS, reference_units
 
 FLOPS_PER_PARAMETER = 2.0  # a multiply and an add for each token
 SIZES = (1, 16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384)
@@ -22,6 +24,7 @@ def roofline(
     kv_bytes_per_token: float = 0.0,
     attention_flops_per_pair: float = 0.0,
     overhead_s: float = 0.0,
+    settings: PredictorSettings = PUBLISHED,
 ) -> CostModel:
     """A cost model of one stage on one GPU that is to learn the rest online.
 
@@ -57,4 +60,5 @@ def roofline(
         "past": kv_bytes_per_token / bytes_per_s,
     }
     units = reference_units(table)
-    return CostModel(table, [seconds[name] / unit for name, unit in units.items()])
+    theta = [seconds[name] / unit for name, unit in units.items()]
+    return CostModel(table, theta, settings=settings)
