@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Collection, Mapping
+from math import inf
 
 from vllm_ppbalance.backlog import Backlog
 from vllm_ppbalance.chunk import make_chunk_policy
@@ -18,6 +19,7 @@ from vllm_ppbalance.step_timer import StepTimer
 logger = logging.getLogger("vllm.ppbalance")
 
 WELL_FED = 2000  # samples
+SAY_EVERY_S = 10.0  # whether predictions are followed is said at most this often
 STEADY_ROUNDS = 16
 CALM_ROUNDS = 4  # without admission after a preemption, while decodes run
 
@@ -52,7 +54,8 @@ class Controller:
         )
         self.cost_model: CostModel | None = None
         self.saver: Saver | None = None
-        self._health: str | None = None
+        self._health: str | None = None  # of the model, as the log last said it
+        self._quiet_until_s = -inf
         self.num_moves = 0  # decodes held so far, each counted once per hold
         self._plans_prefill = settings.rebalance.strategy == "auto"
         self._last_hold = 0
@@ -61,7 +64,8 @@ class Controller:
     def use_model(self, model: CostModel, store: ProfileStore) -> None:
         """Predict with `model` from now on, and keep what it learns in `store`."""
         self.cost_model = model
-        self._health = model.health
+        if model.health != self._health:
+            self._say_health(model)
         self.saver = Saver(store, model)
         self.chunk = make_chunk_policy(self.settings, model)
         if not isinstance(self.rebalance, Off):
@@ -75,19 +79,23 @@ class Controller:
             return
         decodes, context = batch.num_decodes, batch.decode_context
         model.observe(batch.num_tokens, batch.prefills, decodes, context, seconds, now_s=now_s)
-        self._note_health(model.health)
+        changed = (model.health is None) != (self._health is None)
+        if changed and now_s >= self._quiet_until_s:
+            self._quiet_until_s = now_s + SAY_EVERY_S
+            self._say_health(model)
         if self.saver is not None:
             self.saver.tick(now_s)
 
-    def _note_health(self, health: str | None) -> None:
+    def _say_health(self, model: CostModel) -> None:
         """Say once when the predictions stop or start to be followed."""
-        if (health is None) == (self._health is None):
-            return
-        if health is None:
+        self._health = model.health
+        if self._health is None:
             logger.info("ppbalance: stage times are known well enough to predict from.")
-        else:
-            logger.warning("ppbalance: fixed budget, predictions are not followed: %s.", health)
-        self._health = health
+            return
+        # A guess that has seen nothing yet is as it should be.
+        level = logging.WARNING if model.profiled or model.num_samples else logging.INFO
+        text = "ppbalance: fixed budget, predictions are not followed: %s."
+        logger.log(level, text, self._health)
 
     def steady(self, step: int) -> bool:
         """Whether `step` needs no decision: nothing waits, and its decodes are last round's.

@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_ppbalance.base_table import BaseTable
 from vllm_ppbalance.config import PredictorSettings
-from vllm_ppbalance.features import UNITS, Prefills, raw_features, reference_units
+from vllm_ppbalance.features import REFERENCE_TOKENS, UNITS, Prefills, raw_features, reference_units
 from vllm_ppbalance.jumps import Jumps
 from vllm_ppbalance.rls import RecursiveLeastSquares
 
@@ -28,7 +28,7 @@ MIN_SAMPLES = 32  # before a model is trusted that has no profile, or after a ju
 MIN_SIZES = 3  # a table of fewer sizes says nothing about the others
 MAX_ERROR = 0.5  # mean absolute error, as a share, from which the model is not trusted
 ERROR_RATE = 1 / 32
-FLAT = 1.05  # a table that grows by less over FLAT_SPAN times the tokens cannot rank budgets
+FLAT = 1.05  # times that grow by less over FLAT_SPAN times the tokens cannot rank budgets
 FLAT_SPAN = 8
 MAX_IDLE_S = 3600.0  # after which what was learnt is doubted: clocks, neighbours, models move
 PREFIX_BUCKET = 512  # tokens; prefixes closer together count as one length
@@ -61,6 +61,8 @@ class CostModel:
         variance = [v if name in learn else KNOWN for name, v in zip(UNITS, variance, strict=True)]
         self._rls = RecursiveLeastSquares(start, variance, settings.forgetting)
         self._units = list(reference_units(table).values())
+        # Smallest and largest micro-batch measured, tokens; of a guess only what serving showed.
+        self._least, self._most = (table.tokens[0], table.tokens[-1]) if profiled else (1 << 30, 0)
         self.num_samples = 0
         self.mean_error = 0.0  # absolute, as a share of what was measured; recent samples
         self._terms: list[float] = []
@@ -117,6 +119,10 @@ class CostModel:
         self._table.learn(num_tokens, min(max(error, -self._clip), self._clip), weight)
         self._refresh()
         self.num_samples += 1
+        if num_tokens < self._least:
+            self._least = num_tokens
+        if num_tokens > self._most:
+            self._most = num_tokens
         share = min(abs(predicted / measured_s - 1.0), 1.0)
         self.mean_error += ERROR_RATE * weight * (share - self.mean_error)
         if self._jumps.note(error, raw, measured_s):
@@ -159,7 +165,8 @@ class CostModel:
             return f"{what} {MIN_SAMPLES} stage times are not measured yet"
         if self.mean_error > MAX_ERROR:
             return f"its predictions are off by {self.mean_error:.0%} on average"
-        first, last = table.tokens[0], table.tokens[-1]
+        # Fewer tokens than that never differ on a GPU: reading the weights is all of their time.
+        first, last = max(self._least, REFERENCE_TOKENS), self._most
         if last >= FLAT_SPAN * first and table.at(last) < FLAT * table.at(first):
             return f"{last} tokens seem to take no longer than {first}"
         return None

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from math import inf
 
-from vllm_ppbalance.chunk.guards import at_least_requests, low_kv_chunk, mean_context
+from vllm_ppbalance.chunk.guards import at_least_requests, low_kv_chunk, mean_context, why_fallback
 from vllm_ppbalance.config import Settings
 from vllm_ppbalance.cost_model import CostModel
 from vllm_ppbalance.state import PipelineState, Waiting
@@ -16,7 +16,8 @@ from vllm_ppbalance.state import PipelineState, Waiting
 class AlpChunk:
     """Decides every 2 * pp_size steps, from the waiting prompts and the cost model.
 
-    Without a trusted cost model every micro-batch gets `fallback_tokens`.
+    Without a trusted cost model every micro-batch gets `fallback_tokens`. `reason` says what the
+    last decision followed from.
     """
 
     def __init__(self, settings: Settings, cost_model: CostModel | None) -> None:
@@ -26,11 +27,14 @@ class AlpChunk:
         self._chunk = settings.chunk.fallback_tokens
         self._saved_chunk: int | None = None  # while KV is short: the chunk to go back to
         self._next_step = 0
+        self.reason = ""
         self._arrivals: deque[tuple[float, int]] = deque()  # (time, prompt tokens so far)
 
     def budget(self, state: PipelineState) -> int | None:
         """The chunk, never below what the fullest recent micro-batch's requests need."""
-        if self._model is None or not self._model.trusted:
+        fallback = why_fallback(self._model)
+        if self._model is None or fallback:
+            self.reason = fallback
             self._next_step, self._saved_chunk = 0, None
             self._chunk = self._settings.chunk.fallback_tokens
         elif state.step >= self._next_step:
@@ -43,11 +47,12 @@ class AlpChunk:
         if state.kv_free < self._settings.chunk.kv_free_threshold:
             if self._saved_chunk is None:
                 self._saved_chunk = self._chunk
-            self._chunk = low_kv_chunk(state)
+            self._chunk, self.reason = low_kv_chunk(state), "low kv"
             return
         if self._saved_chunk is not None:
             self._chunk, self._saved_chunk = self._saved_chunk, None
         waiting = state.waiting if state.num_waiting or state.num_prefilling else ()
+        self.reason = "nothing waits"
         if waiting:
             self._chunk = self._choose(model, state, waiting, self._required(waiting, arriving))
 
@@ -69,14 +74,17 @@ class AlpChunk:
         longest_s = self._settings.chunk.alp_slo_tpot_coeff * self._settings.slo_tpot
         decodes = state.decodes_alive / state.pp_size
         context = decodes * mean_context(state)
-        safe = self._candidates[0]
+        safe = 0
         for chunk in self._candidates:
             seconds = _mean_seconds(model, state.pp_size, chunk, decodes, context, waiting)
             if seconds * state.pp_size > longest_s:
-                break
+                self.reason = "tpot bound" if safe else "tpot bound: none keeps it"
+                return safe or chunk
             safe = chunk
             if (chunk - decodes) / seconds >= required:
-                break
+                self.reason = "demand"
+                return chunk
+        self.reason = "largest candidate"
         return safe
 
     def _arrival_rate(self, state: PipelineState) -> float:

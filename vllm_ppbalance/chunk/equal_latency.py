@@ -4,8 +4,9 @@ Sources: SGLang's dynamic chunking (rule, smoothing), AMD ATOM's dynamic chunked
 with a prefix term, conditions of use).
 """
 
+import logging
 from dataclasses import dataclass
-from math import isfinite, sqrt
+from math import inf, isfinite, sqrt
 
 import numpy as np
 
@@ -20,6 +21,9 @@ MAX_RESIDUAL = 0.25  # published, mean error as a share of the time
 MAX_CONDITION = 1e4  # of the scaled design; beyond, its coefficients are arbitrary
 MIN_SHRINK = 0.05  # published: a chunk that shrinks by less is left alone
 REFIT_STEPS = 256
+LOG_EVERY_S = 60.0  # whether the rule is in use is said at most this often
+
+logger = logging.getLogger("vllm.ppbalance")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,8 @@ class EqualLatencyChunk:
     """Shrinks the chunk of a prompt that is alone; in company every chunk is the first one.
 
     Otherwise shrinking only adds chunks. Without a trusted cost model, too, every micro-batch gets
-    `equal_first_chunk`; `reason` says why.
+    `equal_first_chunk`. `reason` says what the last decision followed from; each change between
+    use and fallback is logged.
     """
 
     def __init__(self, settings: Settings, cost_model: CostModel | None) -> None:
@@ -64,16 +69,22 @@ class EqualLatencyChunk:
         self._model = cost_model
         self._times: ChunkTimes | None = None
         self._next_fit = 0
-        self.reason: str | None = "not fitted yet"
+        self._fallback = ""  # why the rule is not in use; empty while it is
+        self._said: bool | None = None  # whether the log last said that it is
+        self._quiet_until_s = -inf
+        self.reason = ""
 
     def budget(self, state: PipelineState) -> int | None:
         """Tokens of the next chunk, and of the decodes beside it."""
         first = min(self._knobs.equal_first_chunk or state.max_budget, state.max_budget)
         self._refit(state, first)
-        if self._times is None or state.num_waiting + state.num_prefilling != 1:
+        if self._times is None:
+            self.reason = self._fallback
             return first
+        prompts = state.num_waiting + state.num_prefilling
         most = state.max_budget - state.decode_budget
-        if most < 1 or not state.waiting:
+        if prompts != 1 or most < 1 or not state.waiting:
+            self.reason = "in company" if prompts > 1 else "no prompt"
             return first
         return state.decode_budget + self._chunk(self._times, first, most, state.waiting[0])
 
@@ -87,31 +98,48 @@ class EqualLatencyChunk:
         )
         align = knobs.equal_alignment
         chunk = max(int(max(smoothed, least)) // align * align, min(align, first))
+        self.reason = "equal latency"
         tail = prompt.new_tokens - chunk
         if 0 < tail < knobs.equal_tail_ratio * chunk:
             # One round less, or two alike where the budget does not hold both.
-            chunk = prompt.new_tokens
+            chunk, self.reason = prompt.new_tokens, "short rest"
             if chunk > most:
                 chunk = -(-chunk // (2 * align)) * align
         return max(min(chunk, most), 1)
 
     def _refit(self, state: PipelineState, first: int) -> None:
-        if state.step < self._next_fit:
+        lost = self._times is not None and self._model is not None and not self._model.trusted
+        if state.step < self._next_fit and not lost:
             return
         self._next_fit = state.step + REFIT_STEPS
-        self._times, self.reason = None, None
-        if self._model is None:
-            self.reason = "there is no cost model"
-        elif not self._model.trusted:
-            self.reason = self._model.health
-        elif self._model.num_prefix_lengths < MIN_LENGTHS:
-            self.reason = f"{self._model.num_prefix_lengths} of {MIN_LENGTHS} prefix lengths seen"
+        found = self._find(first)
+        if isinstance(found, str):
+            self._times, self._fallback = None, f"fallback: {found}"
         else:
-            found = fit_chunk_times(self._model, first)
-            if isinstance(found, str):
-                self.reason = found
-            else:
-                self._times = found
+            self._times, self._fallback = found, ""
+        self._say(first, state.now_s)
+
+    def _find(self, first: int) -> ChunkTimes | str:
+        """Chunk times to go by, or why there are none."""
+        model = self._model
+        if model is None:
+            return "there is no cost model"
+        if model.health is not None:
+            return model.health
+        if model.num_prefix_lengths < MIN_LENGTHS:
+            return f"{model.num_prefix_lengths} of {MIN_LENGTHS} prefix lengths seen"
+        return fit_chunk_times(model, first)
+
+    def _say(self, first: int, now_s: float) -> None:
+        in_use = self._times is not None
+        if in_use == self._said or now_s < self._quiet_until_s:
+            return
+        self._said, self._quiet_until_s = in_use, now_s + LOG_EVERY_S
+        if in_use:
+            logger.info("ppbalance: equal-latency chunks are in use, from %d tokens on.", first)
+        else:
+            why = self._fallback.removeprefix("fallback: ")
+            logger.info("ppbalance: every chunk has %d tokens, none shrinks: %s.", first, why)
 
 
 def fit_chunk_times(model: CostModel, first: int) -> ChunkTimes | str:

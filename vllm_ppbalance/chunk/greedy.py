@@ -9,13 +9,17 @@ from vllm_ppbalance.state import LatencyTotals, PipelineState
 
 
 class GreedyChunk:
-    """One step up or down every pp_size micro-batches, from the latencies seen in between."""
+    """One step up or down every pp_size micro-batches, from the latencies seen in between.
+
+    `reason` says what the last decision followed from.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._chunk = settings.chunk.greedy_min_chunk
         self._saved_chunk: int | None = None  # while KV is short: the chunk to go back to
         self._next_step = 0
+        self.reason = "start"
         self._seen: LatencyTotals | None = None
 
     def budget(self, state: PipelineState) -> int | None:
@@ -32,12 +36,13 @@ class GreedyChunk:
         if state.kv_free < knobs.kv_free_threshold:
             if self._saved_chunk is None:
                 self._saved_chunk = self._chunk
-            self._chunk = low_kv_chunk(state)
+            self._chunk, self.reason = low_kv_chunk(state), "low kv"
             return
         if self._saved_chunk is not None:
             self._chunk, self._saved_chunk = self._saved_chunk, None
         window = state.totals.since(seen)
         if window.mean_ttft_s is None:
+            self.reason = "no first token"
             return
         self._seen = state.totals
         self._move(window.mean_ttft_s, window.mean_gap_s or 0.0)
@@ -47,6 +52,10 @@ class GreedyChunk:
         slo_ttft, slo_tpot = self._settings.slo_ttft, self._settings.slo_tpot
         too_slow = gap_s > knobs.tpot_violation_ratio * slo_tpot
         if too_slow or ttft_s < knobs.ttft_low_ratio * slo_ttft:
+            self.reason = "tpot violated" if too_slow else "ttft low"
             self._chunk = max(self._chunk - knobs.greedy_base_chunk, knobs.greedy_min_chunk)
         elif ttft_s > knobs.ttft_high_ratio * slo_ttft and gap_s < knobs.tpot_safe_ratio * slo_tpot:
+            self.reason = "ttft high"
             self._chunk = min(self._chunk + knobs.greedy_base_chunk, knobs.greedy_max_chunk)
+        else:
+            self.reason = "within bounds"

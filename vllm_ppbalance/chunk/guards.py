@@ -2,6 +2,7 @@
 
 from operator import attrgetter
 
+from vllm_ppbalance.cost_model import CostModel
 from vllm_ppbalance.state import PipelineState
 
 NUM_REQUESTS = attrgetter("num_requests")
@@ -18,6 +19,12 @@ def low_kv_chunk(state: PipelineState) -> int:
     """The chunk while KV blocks are short: about the requests of the emptiest micro-batch."""
     emptiest = min(map(NUM_REQUESTS, state.recent), default=0)
     return ((emptiest + TILE // 2) // TILE + 1) * TILE
+
+
+def why_fallback(model: CostModel | None) -> str:
+    """Why a policy must give its fixed budget and not follow `model`; empty if it need not."""
+    health = "there is no cost model" if model is None else model.health
+    return f"fallback: {health}" if health else ""
 
 
 def decode_share(state: PipelineState) -> int:

@@ -1,6 +1,6 @@
 """Spread: the waiting prompt tokens evenly over the next rounds, no more than pays."""
 
-from vllm_ppbalance.chunk.guards import decode_share, mean_context
+from vllm_ppbalance.chunk.guards import decode_share, mean_context, why_fallback
 from vllm_ppbalance.config import Settings
 from vllm_ppbalance.cost_model import CostModel
 from vllm_ppbalance.state import PipelineState
@@ -14,7 +14,8 @@ class SpreadChunk:
 
     The cap is the smallest budget whose prefill throughput reaches a share of the best one, and
     under it the largest whose stage time * pp_size keeps a share of the TPOT target. Without a
-    trusted cost model every micro-batch gets `fallback_tokens`.
+    trusted cost model every micro-batch gets `fallback_tokens`. `reason` says which of these it
+    was.
     """
 
     def __init__(self, settings: Settings, cost_model: CostModel | None) -> None:
@@ -22,11 +23,14 @@ class SpreadChunk:
         self._model = cost_model
         self._cap = settings.chunk.fallback_tokens
         self._next_step = 0
+        self.reason = ""
 
     def budget(self, state: PipelineState) -> int | None:
         """Tokens for this micro-batch; the cap is renewed every pp_size steps."""
         knobs = self._settings.chunk
-        if self._model is None or not self._model.trusted:
+        fallback = why_fallback(self._model)
+        if self._model is None or fallback:
+            self.reason = fallback
             return knobs.fallback_tokens
         decodes = decode_share(state)
         if state.step >= self._next_step:
@@ -34,6 +38,10 @@ class SpreadChunk:
             self._cap = self._best_cap(self._model, state, decodes)
         rounds = knobs.spread_rounds * state.pp_size
         wanted = decodes - int(-state.prefill_backlog() // rounds)
+        if wanted < knobs.spread_min_chunk:
+            self.reason = "smallest chunk"
+        else:
+            self.reason = "backlog" if wanted <= self._cap else "throughput cap"
         return max(min(wanted, self._cap), knobs.spread_min_chunk)
 
     def _best_cap(self, model: CostModel, state: PipelineState, decodes: int) -> int:

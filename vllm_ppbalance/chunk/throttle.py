@@ -10,17 +10,24 @@ from vllm_ppbalance.state import PipelineState
 
 
 class ThrottleChunk:
-    """A share of the waiting prompt tokens, beside an equal share of the decodes."""
+    """A share of the waiting prompt tokens, beside an equal share of the decodes.
+
+    `reason` says what bounded the prefill of the last micro-batch.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._knobs = settings.chunk
+        self.reason = ""
 
     def budget(self, state: PipelineState) -> int | None:
         """Prefill tokens plus live decodes / pp_size; no prefill once only the reserve is free."""
         knobs = self._knobs
         room = (state.kv_free - knobs.throttle_kv_reserve) / (1.0 - knobs.throttle_kv_reserve)
         most = knobs.throttle_max_prefill * max(room, 0.0)
-        wanted = max(
-            state.prefill_backlog() / knobs.throttle_iterations, knobs.throttle_min_prefill
-        )
+        share = state.prefill_backlog() / knobs.throttle_iterations
+        wanted = max(share, knobs.throttle_min_prefill)
+        if most < wanted:
+            self.reason = "kv room" if most else "kv reserve"
+        else:
+            self.reason = "backlog" if wanted == share else "least prefill"
         return max(decode_share(state) + round(min(wanted, most)), 1)
