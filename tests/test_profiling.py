@@ -30,7 +30,7 @@ def run(requests, tmp_path, mode, **options):
     profiling = options.pop("profiling", {})
     return serve(
         requests,
-        pp_size=4,
+        pp_size=options.pop("pp_size", 4),
         max_num_batched_tokens=4096,
         num_gpu_blocks=8192,
         stage=options.pop("stage", stage_s),
@@ -89,6 +89,21 @@ def test_measuring_keeps_within_its_share_of_the_kv_cache(tmp_path):
     )
     assert not ran.scheduler.ppbalance_failed
     assert 0 < max(usage) <= 0.05 * 8192 * 16 / 4
+
+
+@each_mode
+@pytest.mark.parametrize("pp_size", [2, 8, 16])
+def test_prefixes_are_measured_with_many_stages_and_little_time(tmp_path, mode, pp_size):
+    """They decide whether equal latency is used; the largest sizes may be left out instead."""
+    limit = {"profiling": {"max_seconds": 6.0}}
+    late = batch_of(1, prompt=100, max_tokens=5, arrival_s=60.0)
+    ran = run(late, tmp_path, mode, pp_size=pp_size, **limit)
+    assert not ran.scheduler.ppbalance_failed
+    model = ran.scheduler.ppbalance.cost_model
+    assert model.trusted
+    assert model.num_prefix_lengths >= 8
+    expected = 5e-3 + 1e-5 * 1024 + 1e-10 * 1024 * (1024 + 2 * 6144)
+    assert model.predict(1024, ((1024, 6144),), 0, 0) == pytest.approx(expected, rel=0.10)
 
 
 def test_measuring_keeps_within_its_time(tmp_path):

@@ -15,7 +15,8 @@ SMALL_SIZES = (16, 64)
 # A GPU's tile shows as a step just past its multiples.
 PAST_A_TILE = (128 + 16, 256 + 16, 384 + 16, 512 + 16)
 LARGE_SIZES = (3072, 4096, 6144, 8192)
-CHAIN_CHUNK, CHAIN_CHUNKS = 1024, 12  # long prompts in chunks: what a prefix costs
+# Long prompts in chunks: what a prefix costs. Shorter chunks where the model's context is short.
+CHAIN_CHUNK, CHAIN_CHUNKS, CHAIN_ALIGN = 1024, 12, 128
 MIN_POINTS = 24
 
 
@@ -53,14 +54,21 @@ class StartupProfile:
     def _make_plans(
         self, sizes: list[int], longest: int, largest: int
     ) -> Iterator[tuple[int, list[int]]]:
-        """(budget, prompt lengths) of each stretch; small ones first, so that a cut costs least."""
+        """(budget, prompt lengths) of each stretch; small ones first, so that a cut costs least.
+
+        The long prompts in chunks come before larger micro-batches: without them nothing is known
+        of prefixes, and with many stages the time does not suffice for all sizes.
+        """
         prompts = self._settings.warmups + self._settings.repeats + 2 * (self._pp_size - 1)
-        for size in sizes:
-            yield size, [size] * prompts
-        chunk = min(CHAIN_CHUNK, largest)
+        short = max(longest // CHAIN_CHUNKS // CHAIN_ALIGN * CHAIN_ALIGN, CHAIN_ALIGN)
+        chunk = min(CHAIN_CHUNK, largest, short)
+        yield from ((size, [size] * prompts) for size in sizes if size <= chunk)
         chain = min(CHAIN_CHUNKS * chunk, longest) // chunk
         if chain >= 2:
-            yield chunk, [chain * chunk] * 2
+            # Each prefix once in a full pipeline; the first two show no clear stage time.
+            unclear = self._settings.warmups + 2 + self._pp_size
+            yield chunk, [chain * chunk] * max(2, -(-(chain + unclear) // chain))
+        yield from ((size, [size] * prompts) for size in sizes if size > chunk)
 
     def more(self, now_s: float | None) -> list[tuple[str, int]]:
         """Prompts to add now, as (request id, tokens): none while enough are in flight.
