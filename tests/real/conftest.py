@@ -7,9 +7,10 @@ import pytest
 from bench.greedy_check import complete_all, greedy_requests
 from bench.live_server import LiveServer
 from bench.tiny_model import make
-from tests.real.real_runs import Reference
+from tests.real.real_runs import Reference, lone_request
 
 NUM_REQUESTS = 32
+LONE_PROMPT_TOKENS = 1200
 
 
 @pytest.fixture(scope="session")
@@ -21,10 +22,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """Stock vLLM at PP=4, the plugin installed but not asked for."""
     requests = greedy_requests(NUM_REQUESTS)
+    lone = lone_request(LONE_PROMPT_TOKENS)
     log = tmp_path_factory.mktemp("stock") / "server.log"
     with LiveServer(model, 4, log) as server:
         tokens = complete_all(server.url, str(model), requests)
-    return Reference(requests, tokens, log.read_text(errors="replace"))
+        lone_tokens = complete_all(server.url, str(model), [lone])
+    return Reference(requests, tokens, lone, lone_tokens, log.read_text(errors="replace"))
 
 
 @pytest.fixture

@@ -1,11 +1,14 @@
-"""Run by test_llm.py: `llm_script.py MODEL REQUESTS RESULTS`, greedy tokens under each policy."""
+"""Run by test_llm.py: `llm_script.py MODEL REQUESTS RESULTS`, greedy tokens under each policy.
+
+The last request is sent on its own, before the others, where the policy is for a lone prompt.
+"""
 
 import json
 import os
 import sys
 from pathlib import Path
 
-from tests.real.real_runs import combinations, switch_to
+from tests.real.real_runs import combinations, is_for_lone_prompts, switch_to
 
 
 def main() -> None:
@@ -32,7 +35,10 @@ def main() -> None:
     results = {}
     for name, settings in combinations():
         switch_to(switch, name, settings)
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = []
+        if is_for_lone_prompts(name):
+            outputs = llm.generate(prompts[-1:], params[-1:], use_tqdm=False)
+        outputs = llm.generate(prompts[:-1], params[:-1], use_tqdm=False) + outputs
         results[name] = [list(output.outputs[0].token_ids) for output in outputs]
     Path(results_file).write_text(json.dumps(results))
 

@@ -6,7 +6,13 @@ import pytest
 
 from bench.greedy_check import complete_all, first_difference
 from bench.live_server import LiveServer
-from tests.real.real_runs import Reference, check_rows, combinations, switch_to
+from tests.real.real_runs import (
+    Reference,
+    check_rows,
+    combinations,
+    is_for_lone_prompts,
+    switch_to,
+)
 
 pytestmark = pytest.mark.real_vllm
 
@@ -47,6 +53,9 @@ def test_every_policy_gives_the_tokens_of_stock_and_a_named_scheduler_wins(
     with LiveServer(model, 4, log, named, switching | {"PPBALANCE": "1"}) as server:
         for name, settings in combinations():
             switch_to(switch, name, settings)
+            if is_for_lone_prompts(name):
+                tokens = complete_all(server.url, str(model), [reference.lone])
+                assert first_difference(tokens, reference.lone_tokens) is None, name
             tokens = complete_all(server.url, str(model), reference.requests)
             assert first_difference(tokens, reference.tokens) is None, name
     # Only the scheduler named on the command line writes these rows.
