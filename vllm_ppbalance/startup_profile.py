@@ -15,8 +15,11 @@ SMALL_SIZES = (16, 64)
 # A GPU's tile shows as a step just past its multiples.
 PAST_A_TILE = (128 + 16, 256 + 16, 384 + 16, 512 + 16)
 LARGE_SIZES = (3072, 4096, 6144, 8192)
-# Long prompts in chunks: what a prefix costs. Shorter chunks where the model's context is short.
+# Long prompts in chunks: what a prefix costs. Shorter chunks where the model's context is short;
+# smaller ones too, which tell what each token of the prefix costs once from what it costs each new
+# token.
 CHAIN_CHUNK, CHAIN_CHUNKS, CHAIN_ALIGN = 1024, 12, 128
+SMALLER = 4
 MIN_POINTS = 24
 
 
@@ -68,6 +71,8 @@ class StartupProfile:
             # Each prefix once in a full pipeline; the first two show no clear stage time.
             unclear = self._settings.warmups + 2 + self._pp_size
             yield chunk, [chain * chunk] * max(2, -(-(chain + unclear) // chain))
+            if chunk >= SMALLER * CHAIN_ALIGN:
+                yield chunk // SMALLER, [chain * chunk] * 2
         yield from ((size, [size] * prompts) for size in sizes if size > chunk)
 
     def more(self, now_s: float | None) -> list[tuple[str, int]]:
