@@ -1,13 +1,13 @@
 """How well the plugin's cost model predicts measured stage times: `python -m bench.predictor DIR`.
 
-DIR holds `h200_stage`, `h200x2_pp2` and `azure`. Prints Markdown tables of absolute percentage
+DIR holds `h200_stage`, `h200x2_pp2` and `azure`. Writes Markdown tables of absolute percentage
 errors.
 """
 
 import argparse
 import sys
 import timeit
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from bench.fit_rows import MeasuredShape, load_rows
 from bench.logged_runs import LoggedStep, load_lengths, load_runs, logged_steps
+from bench.versions import versions
 from vllm_ppbalance.base_table import BaseTable
 from vllm_ppbalance.cost_model import CostModel
 from vllm_ppbalance.features import UNITS
@@ -37,6 +38,22 @@ ABLATION: tuple[tuple[str, Collection[str]], ...] = (
 )
 
 Errors = Sequence[float]
+
+_TEXT = """Written by `python -m bench.predictor DIR --out FILE`. Absolute errors in percent of what
+was measured.
+
+One stage: shapes timed alone on an H200, fitted on a random third of them and tested on the rest,
+{seeds} thirds of each file; a shape's time is the median of its repeats. Online: real serving runs
+on two H200, each with a fresh model that predicts every full step, then learns it; the first
+{skipped} steps of a run do not count. The logs hold token and decode counts only: prefixes and
+contexts are replayed from the workload. A step is full while other batches are in flight before and
+after it.
+
+Terms are those of `vllm_ppbalance/features.py`; a fit to rows has no bias, as its table holds a
+constant already.
+
+Versions: {made}.
+"""
 
 
 def percent_error(predicted: float, measured: float) -> float:
@@ -108,25 +125,26 @@ def _row(name: str, errors: Errors) -> str:
     return f"| {name} | {len(errors)} | " + " | ".join(f"{n:.2f}" for n in numbers) + " |"
 
 
-def _head(name: str) -> None:
-    print(f"\n| {name} | predictions | median % | mean % | P90 % |\n|---|---|---|---|---|")
+def _head(name: str) -> str:
+    return f"\n| {name} | predictions | median % | mean % | P90 % |\n|---|---|---|---|---|"
 
 
-def report_rows(folder: Path, seeds: int) -> None:
-    """Held-out errors on each file of single-stage rows, and what each term is worth."""
+def report_rows(folder: Path, seeds: int) -> Iterator[str]:
+    """Lines: held-out errors on each file of single-stage rows, and what each term is worth."""
     files = {path.stem: load_rows(path)[1] for path in sorted(folder.glob("*.jsonl"))}
-    _head("one stage, trained on a third of the shapes")
+    yield _head("one stage, trained on a third of the shapes")
     for name, shapes in files.items():
-        print(_row(name, [e for s in range(seeds) for e in heldout(shapes, s, TERMS)]))
-    _head("terms, graph-mode files")
+        yield _row(name, [e for s in range(seeds) for e in heldout(shapes, s, TERMS)])
+    yield _head("terms, graph-mode files")
     graph = [shapes for name, shapes in files.items() if not name.endswith("eager")]
     for name, terms in ABLATION:
-        errors = [e for shapes in graph for s in range(seeds) for e in heldout(shapes, s, terms)]
-        print(_row(name, errors))
+        yield _row(
+            name, [e for shapes in graph for s in range(seeds) for e in heldout(shapes, s, terms)]
+        )
 
 
-def report_logs(folder: Path, rows: Path, trace: Path) -> None:
-    """Errors online, each run with a fresh model; by start, by kind of step, and by terms."""
+def report_logs(folder: Path, rows: Path, trace: Path) -> Iterator[str]:
+    """Lines: errors online, each run with a fresh model; by start, kind of step, and terms."""
     meta, shapes = load_rows(rows)
     points, lengths = pipeline_points(shapes, int(meta["layers"])), load_lengths(trace)
     runs = {run["name"]: logged_steps(folder, run, lengths) for run in load_runs(folder)}
@@ -138,26 +156,25 @@ def report_logs(folder: Path, rows: Path, trace: Path) -> None:
         return {name: online(steps, make(), learn) for name, (steps, _) in runs.items()}
 
     profiled = errors(lambda: CostModel.from_dict(saved))
-    _head(f"online, full steps after the first {SKIP_STEPS}, start from rows of one stage")
+    yield _head(f"online, full steps after the first {SKIP_STEPS}, start from rows of one stage")
     for name, found in profiled.items():
         replayed = runs[name][1]
         note = f" (context guessed: {replayed} steps replayed otherwise)" if replayed else ""
-        print(_row(name + note, [e for _, e in found]))
-    _head("online, all runs")
-    guessed = errors(lambda: guessed_model(meta))
+        yield _row(name + note, [e for _, e in found])
+    yield _head("online, all runs")
     for name, by_run in (
         ("start from rows", profiled),
         ("rows only, nothing learnt", errors(lambda: CostModel.from_dict(saved), learn=False)),
-        ("start from the roofline", guessed),
+        ("start from the roofline", errors(lambda: guessed_model(meta))),
     ):
         every = [pair for found in by_run.values() for pair in found]
-        print(_row(name, [e for _, e in every]))
-        print(_row(f"{name}: steps with prefill", [e for s, e in every if s.measured.prefills]))
-        print(_row(f"{name}: time is the completion gap", [e for s, e in every if s.by_gap]))
-    _head("terms learnt, online, start from the rows' base")
+        yield _row(name, [e for _, e in every])
+        yield _row(f"{name}: steps with prefill", [e for s, e in every if s.measured.prefills])
+        yield _row(f"{name}: time is the completion gap", [e for s, e in every if s.by_gap])
+    yield _head("terms learnt, online, start from the rows' base")
     for name, learn in ABLATION:
         tables = errors(lambda learn=learn: _base_model(saved, learn))  # type: ignore[misc]
-        print(_row(name, [e for found in tables.values() for _, e in found]))
+        yield _row(name, [e for found in tables.values() for _, e in found])
 
 
 def _base_model(saved: dict[str, Any], learn: Collection[str]) -> CostModel:
@@ -187,6 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; exit status 2 where the data is not there."""
     parser = argparse.ArgumentParser(prog="python -m bench.predictor", description=__doc__)
     parser.add_argument("data", type=Path, help="folder with h200_stage, h200x2_pp2, azure")
+    parser.add_argument("--out", type=Path, help="Markdown file to write besides")
     parser.add_argument("--seeds", type=int, default=5, help="random thirds of each file")
     args = parser.parse_args(argv)
     rows = args.data / "h200_stage" / "qwen2.5-32b_16layers_middle.jsonl"
@@ -195,11 +213,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing:
         print(f"not there: {', '.join(map(str, missing))}", file=sys.stderr)
         return 2
-    report_rows(rows.parent, args.seeds)
-    report_logs(args.data / "h200x2_pp2", rows, trace)
-    print()
     predict_s, update_s = speed(to_points(load_rows(rows)[1]))
-    print(f"prediction: {predict_s * 1e6:.1f} us, update: {update_s * 1e6:.1f} us")
+    made = ", ".join(f"{name} {version}" for name, version in versions().items())
+    lines = [
+        _TEXT.format(seeds=args.seeds, skipped=SKIP_STEPS, made=made),
+        f"A prediction takes {predict_s * 1e6:.1f} us, an update {update_s * 1e6:.1f} us "
+        "(fastest of many short rounds, one thread).",
+        *report_rows(rows.parent, args.seeds),
+        *report_logs(args.data / "h200x2_pp2", rows, trace),
+    ]
+    text = "\n".join(lines) + "\n"
+    print(text, end="")
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(text, encoding="utf-8")
     return 0
 
 
