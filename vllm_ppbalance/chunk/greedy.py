@@ -13,6 +13,7 @@ class GreedyChunk:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self.reason = "keep"  # why the chunk is what it is, one word
         self._chunk = settings.chunk.greedy_min_chunk
         self._saved_chunk: int | None = None  # while KV is short: the chunk to go back to
         self._next_step = 0
@@ -32,10 +33,11 @@ class GreedyChunk:
         if state.kv_free < knobs.kv_free_threshold:
             if self._saved_chunk is None:
                 self._saved_chunk = self._chunk
-            self._chunk = low_kv_chunk(state)
+            self._chunk, self.reason = low_kv_chunk(state), "low_kv"
             return
         if self._saved_chunk is not None:
             self._chunk, self._saved_chunk = self._saved_chunk, None
+            self.reason = "keep"
         window = state.totals.since(seen)
         if window.mean_ttft_s is None:
             return
@@ -45,8 +47,11 @@ class GreedyChunk:
     def _move(self, ttft_s: float, gap_s: float) -> None:
         knobs = self._settings.chunk
         slo_ttft, slo_tpot = self._settings.slo_ttft, self._settings.slo_tpot
+        self.reason = "keep"
         too_slow = gap_s > knobs.tpot_violation_ratio * slo_tpot
         if too_slow or ttft_s < knobs.ttft_low_ratio * slo_ttft:
+            self.reason = "shrink_for_gaps" if too_slow else "shrink_ttft_is_low"
             self._chunk = max(self._chunk - knobs.greedy_base_chunk, knobs.greedy_min_chunk)
         elif ttft_s > knobs.ttft_high_ratio * slo_ttft and gap_s < knobs.tpot_safe_ratio * slo_tpot:
+            self.reason = "grow_for_ttft"
             self._chunk = min(self._chunk + knobs.greedy_base_chunk, knobs.greedy_max_chunk)

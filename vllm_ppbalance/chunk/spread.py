@@ -22,11 +22,13 @@ class SpreadChunk:
         self._model = cost_model
         self._cap = settings.chunk.fallback_tokens
         self._next_step = 0
+        self.reason = ""
 
     def budget(self, state: PipelineState) -> int | None:
         """Tokens for this micro-batch; the cap is renewed every pp_size steps."""
         knobs = self._settings.chunk
         if self._model is None or not self._model.trusted:
+            self.reason = "no_model"
             return knobs.fallback_tokens
         decodes = decode_share(state)
         if state.step >= self._next_step:
@@ -34,6 +36,7 @@ class SpreadChunk:
             self._cap = self._best_cap(self._model, state, decodes)
         rounds = knobs.spread_rounds * state.pp_size
         wanted = decodes - int(-state.prefill_backlog() // rounds)
+        self.reason = "cap" if wanted > self._cap else "backlog"
         return max(min(wanted, self._cap), knobs.spread_min_chunk)
 
     def _best_cap(self, model: CostModel, state: PipelineState, decodes: int) -> int:
