@@ -44,6 +44,18 @@ def total(payloads, name, label=""):
     return sum(payload[name].get(label, 0) for payload in payloads)
 
 
+@pytest.fixture
+def logged(caplog):
+    """The messages with some words in them; a record that is handled twice counts once."""
+    logging.getLogger("vllm").propagate = True
+
+    def find(words, level=logging.INFO):
+        records = {id(r): r for r in caplog.records if r.levelno >= level}
+        return [m for m in (r.getMessage() for r in records.values()) if words in m]
+
+    return find
+
+
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_the_payloads_of_a_run_add_up_to_what_was_served(mode):
     payloads = []
@@ -111,16 +123,14 @@ def test_statistics_without_ours_are_made_and_sent_as_before():
     assert MsgpackDecoder(EngineCoreOutputs).decode(wire).scheduler_stats == copy
 
 
-def test_a_vllm_without_the_way_in_gets_one_warning_and_no_metrics(monkeypatch, caplog):
+def test_a_vllm_without_the_way_in_gets_one_warning_and_no_metrics(monkeypatch, logged):
     import vllm.v1.metrics.stats as stats
 
     metrics_seam._warn.cache_clear()
     monkeypatch.setattr(stats, "SchedulerStats", object)
-    logging.getLogger("vllm").propagate = True
     assert not metrics_seam.install()
     assert not metrics_seam.install()
-    warnings = [r for r in caplog.records if "no metrics on vLLM's page" in r.getMessage()]
-    assert len(warnings) == 1
+    assert len(logged("no metrics on vLLM's page", logging.WARNING)) == 1
 
 
 def test_metrics_can_be_turned_off():
@@ -131,14 +141,12 @@ def test_metrics_can_be_turned_off():
     assert payloads == []
 
 
-def test_failing_metrics_end_neither_the_requests_nor_the_policies(caplog):
-    logging.getLogger("vllm").propagate = True
+def test_failing_metrics_end_neither_the_requests_nor_the_policies(logged):
     world = engine(**ASYNC)
     scheduler = world.scheduler
     scheduler.telemetry.totals = None
     world.run(batch_of(REQUESTS, prompt=200))
-    errors = [r for r in caplog.records if "metrics and step log failed" in r.getMessage()]
-    assert len(errors) == 1
+    assert len(logged("metrics and step log failed", logging.ERROR)) == 1
     assert scheduler.telemetry.broken
     assert not scheduler.ppbalance_failed
     assert scheduler.ppbalance.num_moves > 0
@@ -153,22 +161,21 @@ def test_failing_policies_are_told_on_the_page():
     assert payloads[-1]["fallback"]["stock"] == 1.0
 
 
-def test_a_line_at_most_every_ten_seconds_while_there_is_load(caplog):
-    logging.getLogger("vllm").propagate = True
+def test_a_line_at_most_every_ten_seconds_while_there_is_load(caplog, logged):
     caplog.set_level(logging.INFO, logger="vllm.ppbalance")
     result = engine(**SYNC).run(batch_of(8, max_tokens=4000))
-    lines = [r.getMessage() for r in caplog.records if "mean TTFT" in r.getMessage()]
+    lines = logged("mean TTFT")
     assert result.end_s > 35.0
     assert len(lines) == int(result.end_s / 10.0)
     assert "bubbles prefill_prefill" in lines[0]
 
 
-def test_decisions_are_logged_at_debug_level(caplog):
-    logging.getLogger("vllm").propagate = True
+def test_decisions_are_logged_at_debug_level(caplog, logged):
     caplog.set_level(logging.DEBUG, logger="vllm.ppbalance")
     result = engine(**SYNC).run(batch_of(3, max_tokens=5))
-    lines = [r for r in caplog.records if "prompt tokens" in r.getMessage()]
-    assert len(lines) == sum(step.shape.num_tokens > 0 for step in result.steps)
+    assert len(logged("prompt tokens", logging.DEBUG)) == sum(
+        step.shape.num_tokens > 0 for step in result.steps
+    )
 
 
 BUBBLE_CASES = {
