@@ -8,6 +8,7 @@ from collections import deque
 
 CAUSES = ("prefill_prefill", "prefill_decode", "decode_decode", "starved")
 _STARVED = 3
+_ALL = range(len(CAUSES))
 
 
 class BubbleEstimate:
@@ -29,57 +30,66 @@ class BubbleEstimate:
 
         It could start at `start_s`, took `stage_s` on each stage, and was done at `done_s`.
         """
-        stage_s = max(stage_s, 0.0)
-        recent = self._recent
+        if stage_s < 0.0:
+            stage_s = 0.0
+        recent, left, idle = self._recent, self.left_s, self.idle_s
         if not recent or start_s >= recent[-1][0]:
             self._drain(start_s)
-        self._first_stage(start_s, stage_s, prefill)
+            pair = _STARVED
+        else:
+            pair = 2 - recent[-1][1] - prefill
+        causes, before = self._first_gap(start_s)
         recent.append((done_s, prefill))
+        at, idle_s = left[0] + before + stage_s, before
+        left[0] = at
+        sums = list(causes)
+        for stage in range(1, len(left)):
+            gap = at - left[stage]
+            if gap <= 0.0:
+                gap, at = 0.0, left[stage]
+            if gap < before:
+                _absorb(causes, gap)
+            else:
+                causes[pair] += gap - before
+            for index in _ALL:
+                sums[index] += causes[index]
+            idle_s += gap
+            before = gap
+            at += stage_s
+            left[stage] = at
+        for index in _ALL:
+            idle[index] += sums[index]
+        self.work_s += idle_s + stage_s * len(left)
 
     def _drain(self, start_s: float) -> None:
+        """The pipeline was empty when a micro-batch came at `start_s`: all stages begin anew."""
+        left = self.left_s
         if self._recent:
             last_s = self._recent[-1][0]
-            drained = sum(max(last_s - left_s, 0.0) for left_s in self.left_s)
+            drained = sum(max(last_s - left_s, 0.0) for left_s in left)
             self.idle_s[_STARVED] += drained
             self.work_s += drained
-        self.left_s = [start_s] * len(self.left_s)
-        self._recent.clear()
+            self._recent.clear()
+        left[:] = [start_s] * len(left)
 
-    def _first_stage(self, start_s: float, stage_s: float, prefill: bool) -> None:
-        left, recent = self.left_s, self._recent
-        gap = max(start_s - left[0], 0.0)
-        causes = [0.0] * len(CAUSES)
-        if gap and len(recent) == len(left):
+    def _first_gap(self, start_s: float) -> tuple[list[float], float]:
+        """How long the first stage waits for its next micro-batch, by cause and in all."""
+        gap = start_s - self.left_s[0]
+        if gap <= 0.0:
+            return [0.0, 0.0, 0.0, 0.0], 0.0
+        recent, causes = self._recent, [0.0, 0.0, 0.0, gap]
+        if len(recent) == len(self.left_s):
             # All slots were taken: the stage waited for the oldest micro-batch to leave the last.
-            waited = min(max(recent[0][0] - left[0], 0.0), gap)
+            waited = min(max(recent[0][0] - self.left_s[0], 0.0), gap)
             causes[2 - recent[-1][1] - recent[0][1]] = waited
             causes[_STARVED] = gap - waited
-        else:
-            causes[_STARVED] = gap
-        pair = 2 - recent[-1][1] - prefill if recent else _STARVED
-        self._note(causes, gap + stage_s)
-        at = left[0] = left[0] + gap + stage_s
-        for stage in range(1, len(left)):
-            before, gap = gap, max(at - left[stage], 0.0)
-            if gap >= before:
-                causes[pair] += gap - before
-            else:
-                _absorb(causes, gap)
-            self._note(causes, gap + stage_s)
-            at = left[stage] = left[stage] + gap + stage_s
-
-    def _note(self, causes: list[float], seconds: float) -> None:
-        idle = self.idle_s
-        for index, cause_s in enumerate(causes):
-            idle[index] += cause_s
-        self.work_s += seconds
+        return causes, gap
 
 
 def _absorb(causes: list[float], gap: float) -> None:
     """Shrink to `gap` seconds, what imbalance brought first."""
-    starved = min(causes[_STARVED], gap)
-    imbalance = sum(causes[:_STARVED])
+    both, one, none, starved = causes
+    starved = min(starved, gap)
+    imbalance = both + one + none
     scale = (gap - starved) / imbalance if imbalance > 0.0 else 0.0
-    for index in range(_STARVED):
-        causes[index] *= scale
-    causes[_STARVED] = starved
+    causes[:] = both * scale, one * scale, none * scale, starved

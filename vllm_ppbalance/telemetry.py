@@ -42,13 +42,18 @@ class Telemetry:
         self._debug = logger.isEnabledFor(logging.DEBUG)
         self._decodes = [0] * own.pp_size
         self._published_s = float("-inf")
-        self._line_s: float | None = None
+        self._strategy = own.settings.chunk.strategy
+        self._line_s = float("-inf")  # when the next line of the log is due
         self._line_totals = (own.timer.totals, [0.0] * len(CAUSES), 0.0, 0)
 
     def completed(self, step: Step, seconds: float | None, now_s: float) -> None:
         """Note a non-empty micro-batch that came back at `now_s`; `seconds` is its stage time."""
-        if step.batch is not None:
-            self._guard(self._note, step, step.batch, seconds, now_s)
+        if step.batch is None or self.broken:
+            return
+        try:
+            self._note(step, step.batch, seconds, now_s)
+        except Exception:
+            self._break()
 
     def attach(self, result: Mapping[int, Any], *, failed: bool, idle: bool) -> None:
         """Add our payload to vLLM's statistics, about once a second and when the engine is idle.
@@ -69,8 +74,11 @@ class Telemetry:
         try:
             hook(*args)
         except Exception:
-            self.broken = True
-            logger.exception("ppbalance: metrics and step log failed and are off; serving goes on.")
+            self._break()
+
+    def _break(self) -> None:
+        self.broken = True
+        logger.exception("ppbalance: metrics and step log failed and are off; serving goes on.")
 
     def _open(self, path: Path, max_budget: int | None) -> TraceWriter:
         own = self.own
@@ -82,55 +90,79 @@ class Telemetry:
         return TraceWriter(path, header)
 
     def _note(self, step: Step, batch: MicroBatch, seconds: float | None, now_s: float) -> None:
-        own, totals = self.own, self.totals
+        own, totals, number = self.own, self.totals, batch.step
         start_s, stage_s = own.timer.last_stage
-        prefill = batch.prefill_tokens
+        prefill = batch.prefill_tokens if batch.prefills else 0
         self.bubbles.completed(start_s, stage_s, now_s, prefill > 0)
         totals.steps += 1
         totals.prefill_tokens += prefill
         totals.decode_tokens += batch.decode_tokens
-        self._note_cohort(batch)
+        decodes, cohort = self._decodes, number % own.pp_size
+        decodes[cohort] = batch.num_decodes
+        if not cohort:
+            totals.spread += max(decodes) - min(decodes)
+            totals.rounds += 1
+        decision = step.decision
+        reason = "steady" if decision is None else decision.reason or self._strategy
+        if decision is not None:
+            self.budget = decision.budget
+        totals.decided(reason)
         predicted_s = None
-        if own.predicts and (seconds is not None or self.trace is not None):
+        if own.cost_model is not None and own.predicts and (seconds or self.trace is not None):
             predicted_s = own.predict(batch)
         if seconds is not None:
             totals.measured(seconds, predicted_s)
-        decision = step.decision
-        if decision is None:
-            reason, budget, held = "steady", None, 0
-        else:
-            reason = decision.reason or own.settings.chunk.strategy
-            budget, held = decision.budget, len(decision.hold)
-            self.budget = budget
-        totals.decided(reason)
         if self.trace is not None:
-            self.trace.append(
-                (
-                    *(batch.step, step.submitted_s, start_s, now_s, stage_s),
-                    *(int(seconds is not None), predicted_s, budget, reason),
-                    *(batch.num_decodes, batch.decode_tokens, batch.decode_context),
-                    *(batch.prefills, held, len(own.backlog), own.backlog.waiting_tokens),
-                    own.kv_free,
-                    *own.timer.totals,
-                )
-            )
+            self._write(self.trace, step, batch, (now_s, stage_s, seconds, predicted_s), reason)
         if self._debug:
-            logger.debug(
-                "ppbalance: step %d, budget %s (%s), %d prompt tokens, %d decodes, %d held.",
-                *(batch.step, budget, reason, prefill, batch.num_decodes, held),
-            )
-        if self._line_s is None:
-            self._line_s = now_s
-        elif now_s - self._line_s >= LINE_S:
+            self._log_decision(step, batch, reason)
+        if now_s >= self._line_s:
             self._log_line(now_s)
 
-    def _note_cohort(self, batch: MicroBatch) -> None:
-        decodes, pp_size = self._decodes, self.own.pp_size
-        cohort = batch.step % pp_size
-        decodes[cohort] = batch.num_decodes
-        if not cohort:
-            self.totals.spread += max(decodes) - min(decodes)
-            self.totals.rounds += 1
+    def _write(
+        self,
+        trace: TraceWriter,
+        step: Step,
+        batch: MicroBatch,
+        times_s: tuple[float, float, float | None, float | None],
+        reason: str,
+    ) -> None:
+        own, decision = self.own, step.decision
+        now_s, stage_s, seconds, predicted_s = times_s
+        trace.append(
+            (
+                batch.step,
+                step.submitted_s,
+                own.timer.last_stage[0],
+                now_s,
+                stage_s,
+                0 if seconds is None else 1,
+                predicted_s,
+                None if decision is None else decision.budget,
+                reason,
+                batch.num_decodes,
+                batch.decode_tokens,
+                batch.decode_context,
+                batch.prefills,
+                0 if decision is None else len(decision.hold),
+                len(own.backlog),
+                own.backlog.waiting_tokens,
+                own.kv_free,
+                *own.timer.totals,
+            )
+        )
+
+    def _log_decision(self, step: Step, batch: MicroBatch, reason: str) -> None:
+        decision = step.decision
+        logger.debug(
+            "ppbalance: step %d, budget %s (%s), %d prompt tokens, %d decodes, %d held.",
+            batch.step,
+            "stock" if decision is None else decision.budget,
+            reason,
+            batch.prefill_tokens,
+            batch.num_decodes,
+            0 if decision is None else len(decision.hold),
+        )
 
     def _attach(self, result: Mapping[int, Any], failed: bool) -> None:
         self._published_s = self.own.clock.monotonic()
@@ -180,8 +212,10 @@ class Telemetry:
     def _log_line(self, now_s: float) -> None:
         totals, idle_s, work_s, moves = self._line_totals
         own, bubbles = self.own, self.bubbles
-        self._line_s = now_s
+        first, self._line_s = self._line_s < 0.0, now_s + LINE_S
         self._line_totals = own.timer.totals, list(bubbles.idle_s), bubbles.work_s, own.num_moves
+        if first:
+            return
         window = own.timer.totals.since(totals)
         idle = {c: b - a for c, a, b in zip(CAUSES, idle_s, bubbles.idle_s, strict=True)}
         ratios = metrics.bubble_ratios(idle, bubbles.work_s - work_s)
