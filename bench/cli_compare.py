@@ -57,8 +57,9 @@ def _run_policies(args: argparse.Namespace) -> list[dict[str, Any]]:
             bar.update(task, advance=1, description=spec.policy.name)
     if args.rows is not None:
         from bench.figures import stage_rows
+        from bench.timeline import of_run
 
-        stage_rows(args.rows, outcomes, args.seconds)
+        stage_rows(args.rows, [of_run(outcome) for outcome in outcomes], args.seconds)
     return [outcome.result for outcome in outcomes]
 
 

@@ -11,6 +11,7 @@ from bench.chrome_trace import write_trace
 from bench.cli_options import add_spec_arguments, make_spec, spec_fields
 from bench.sim_world import build_workload
 from bench.simulate import Outcome, simulate
+from bench.timeline import of_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,11 +39,11 @@ def run(args: argparse.Namespace) -> int:
     path = args.out or Path("out") / "runs" / f"{spec.key}.json"
     outcome.write(path)
     if args.trace is not None:
-        write_trace(args.trace, outcome)
+        write_trace(args.trace, of_run(outcome))
     if args.figure is not None:
         from bench.figures import stage_rows
 
-        stage_rows(args.figure, [outcome])
+        stage_rows(args.figure, [of_run(outcome)])
     print_outcome(outcome)
     print(f"written: {path}")
     return 0

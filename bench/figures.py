@@ -6,7 +6,7 @@ from typing import Any
 
 import matplotlib
 
-from bench.simulate import Outcome
+from bench.timeline import Timeline
 
 matplotlib.use("Agg")  # files only: no display is asked for
 from matplotlib import pyplot
@@ -15,44 +15,42 @@ _COLOURS = {"prefill": "#d1495b", "mixed": "#edae49", "decode": "#30638e"}
 _LATENCIES = (("ttft_s", "P90 TTFT, s"), ("tpot_s", "P90 TPOT, s"))
 
 
-def stage_rows(path: Path, outcomes: Sequence[Outcome], seconds: float = 2.0) -> None:
+def stage_rows(
+    path: Path,
+    timelines: Sequence[Timeline],
+    seconds: float = 2.0,
+    middle_s: float | None = None,
+) -> None:
     """A row a stage and a panel a run: what is white within a row is a bubble.
 
-    The panels show the same `seconds` of virtual time, around the run's middle.
+    The panels show the same `seconds`, around `middle_s` or the first one's middle.
     """
-    start_s = _middle(outcomes[0]) - seconds / 2.0
+    start_s = (timelines[0].middle_s if middle_s is None else middle_s) - seconds / 2.0
     figure, axes = pyplot.subplots(
-        len(outcomes), 1, figsize=(12, 1.2 + 1.8 * len(outcomes)), sharex=True, squeeze=False
+        len(timelines), 1, figsize=(12, 1.2 + 1.8 * len(timelines)), sharex=True, squeeze=False
     )
-    for axis, outcome in zip(axes[:, 0], outcomes, strict=True):
-        _draw_rows(axis, outcome, start_s, start_s + seconds)
+    for axis, timeline in zip(axes[:, 0], timelines, strict=True):
+        _draw_rows(axis, timeline, start_s, start_s + seconds)
     for kind, colour in _COLOURS.items():
         axes[0, 0].barh([0], [0], color=colour, label=kind)
     axes[0, 0].legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, frameon=False)
-    axes[-1, 0].set_xlabel("virtual time, s")
+    axes[-1, 0].set_xlabel("time, s")
     _save(figure, path)
 
 
-def _middle(outcome: Outcome) -> float:
-    arrivals = [record.arrival_s for record in outcome.records]
-    return (min(arrivals) + max(arrivals)) / 2.0
-
-
-def _draw_rows(axis: Any, outcome: Outcome, start_s: float, end_s: float) -> None:
-    shapes = [step.shape for step in outcome.run.steps]
-    for number, stage in enumerate(outcome.stages):
+def _draw_rows(axis: Any, timeline: Timeline, start_s: float, end_s: float) -> None:
+    for number, stage in enumerate(timeline.stages):
         for kind, colour in _COLOURS.items():
             spans = [
                 (busy.start_s, busy.end_s - busy.start_s)
                 for busy in stage
                 if busy.end_s > start_s
                 and busy.start_s < end_s
-                and _kind(shapes[busy.step]) == kind
+                and _kind(timeline.shapes[busy.step]) == kind
             ]
             axis.broken_barh(spans, (number - 0.42, 0.84), color=colour, linewidth=0)
-    bubble = outcome.result["pipeline"]["bubble_ratio"]
-    axis.set_title(f"{outcome.spec.policy.name}: bubble ratio {bubble:.2f}", loc="left")
-    axis.set_yticks(range(len(outcome.stages)), [f"GPU {n}" for n in range(len(outcome.stages))])
+    axis.set_title(f"{timeline.title}: bubble ratio {timeline.bubble_ratio:.2f}", loc="left")
+    axis.set_yticks(range(len(timeline.stages)), [f"GPU {n}" for n in range(len(timeline.stages))])
     axis.invert_yaxis()
     axis.set_xlim(start_s, end_s)
 

@@ -30,6 +30,7 @@ class Ran:
     drafts: list[dict[str, list[int]]] = field(default_factory=list)
     budgets: list[int] = field(default_factory=list)
     held: list[frozenset[str]] = field(default_factory=list)
+    intervals: list[list[Any]] = field(default_factory=list)  # of each stage
 
     @property
     def tokens(self):
@@ -80,6 +81,7 @@ def serve(requests, *, stock=False, additional_config=None, stage=stage_s, until
         keep_tokens=True,
     )
     ran.result = engine.run(requests, until_s=until_s)
+    ran.intervals = engine.pipeline.intervals
     return ran
 
 

@@ -1,4 +1,4 @@
-"""`python -m vllm_ppbalance config`, `check`, and `profile`."""
+"""`python -m vllm_ppbalance config`, `check`, `profile`, and `top`."""
 
 import argparse
 import json
@@ -13,6 +13,7 @@ from vllm_ppbalance import __version__
 from vllm_ppbalance.config import Settings
 from vllm_ppbalance.cost_model import CostModel
 from vllm_ppbalance.sources import LoadedSettings, SettingsError, load_settings
+from vllm_ppbalance.top import top
 
 
 def knobs(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -136,11 +137,17 @@ def main(argv: list[str] | None = None) -> int:
         "profile", help="measure a deployment's stage times: profile --model NAME -pp 4 ..."
     )
     profile.add_argument("--limit", type=float, default=600.0, help="seconds of measuring at most")
+    live = commands.add_parser("top", help="live view of a running server, from its /metrics page")
+    live.add_argument("--url", default="http://localhost:8000", help="the server's address")
+    live.add_argument("--every", type=float, default=2.0, help="seconds between two looks")
+    live.add_argument("--once", action="store_true", help="print once and end")
     arguments, engine = parser.parse_known_args(argv)
     if arguments.command == "profile":
         return print_profile(engine, arguments.limit)
     if engine:
         parser.error(f"unknown arguments: {' '.join(engine)}")
+    if arguments.command == "top":
+        return top(arguments.url, max(arguments.every, 0.1), arguments.once)
     if arguments.command == "check":
         return 0 if print_check() else 1
     if arguments.markdown:

@@ -117,6 +117,16 @@ class Settings(Section):
 
     slo_ttft: Seconds = knob(2.0, "s", "Target for the time to first token.")
     slo_tpot: Seconds = knob(0.2, "s", "Target for the time per output token after the first.")
+    trace: str | None = knob(
+        None, "", "File that gets a line for every micro-batch (the step log); unset for none."
+    )
+    metrics: bool = knob(True, "", "Add the `ppbalance_*` series to vLLM's own `/metrics` page.")
+    metrics_port: Annotated[int, Field(ge=1, le=65_535)] | None = knob(
+        None,
+        "",
+        "A page of their own for the same series, on this port of localhost, where vLLM's page "
+        "cannot be used; unset for none.",
+    )
     chunk: ChunkSettings = ChunkSettings()
     rebalance: RebalanceSettings = RebalanceSettings()
     profiling: ProfilingSettings = ProfilingSettings()

@@ -56,6 +56,7 @@ class Controller:
         self.saver: Saver | None = None
         self._health: str | None = None  # of the model, as the log last said it
         self._quiet_until_s = -inf
+        self.profile = "not needed"  # where the first stage times come from, for the log
         self.num_moves = 0  # decodes held so far, each counted once per hold
         self._plans_prefill = settings.rebalance.strategy == "auto"
         self._last_hold = 0
@@ -70,6 +71,20 @@ class Controller:
         self.chunk = make_chunk_policy(self.settings, model)
         if not isinstance(self.rebalance, Off):
             self.rebalance = make_rebalance_policy(self.settings, model)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether there is a cost model, and one to trust."""
+        return self.cost_model is not None and self._health is None
+
+    def predict(self, batch: MicroBatch) -> float | None:
+        """Seconds the cost model expects of a micro-batch; None without a model."""
+        model = self.cost_model
+        if model is None:
+            return None
+        return model.predict(
+            batch.num_tokens, batch.prefills, batch.num_decodes, batch.decode_context
+        )
 
     def learn(self, batch: MicroBatch, seconds: float, now_s: float) -> None:
         """Take a measured stage time of a micro-batch into the cost model."""
@@ -128,7 +143,7 @@ class Controller:
             self.cohorts.hold(hold, state.step)
             self.num_moves += len(hold)
             self._last_hold = state.step
-        return Decision(budget, hold)
+        return Decision(budget, hold, getattr(self.chunk, "reason", ""))
 
     def _budget(self, state: PipelineState) -> int:
         budget = self.chunk.budget(state)

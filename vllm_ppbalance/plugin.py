@@ -11,6 +11,7 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
+from vllm_ppbalance import metrics_seam
 from vllm_ppbalance.sources import LoadedSettings, SettingsError, load_settings
 
 logger = logging.getLogger("vllm.ppbalance")
@@ -79,7 +80,9 @@ def _prepare(config: Any) -> None:
         scheduler_config.scheduler_cls = SCHEDULER_CLS
     if scheduler_config.scheduler_cls not in (SCHEDULER_CLS, Scheduler):
         return
-    load_settings(_additional_config(config), os.environ)
+    loaded = load_settings(_additional_config(config), os.environ)
+    if loaded.settings.metrics and config.parallel_config.pipeline_parallel_size > 1:
+        metrics_seam.install()  # this process may become an API server
     if strict() and (problem := incompatibility()):
         raise Incompatible(f"{problem} (PPBALANCE_STRICT=1)")
 
@@ -122,13 +125,15 @@ class Scheduler:
         """The scheduler vLLM asked for, which is not an instance of this class."""
         stock = stock_scheduler_class(vllm_config)
         loaded = load_settings(_additional_config(vllm_config), os.environ)
-        chosen = stock
-        if _usable(vllm_config):
-            from vllm_ppbalance.scheduler import balanced_class
+        if not _usable(vllm_config):
+            return stock(vllm_config, *args, **kwargs)
+        from vllm_ppbalance.scheduler import balanced_class
 
-            chosen = balanced_class(stock, loaded.settings)
-            _log_start(vllm_config, loaded)
-        return chosen(vllm_config, *args, **kwargs)
+        if loaded.settings.metrics:
+            metrics_seam.install()
+        scheduler = balanced_class(stock, loaded.settings)(vllm_config, *args, **kwargs)
+        _log_start(scheduler.ppbalance, loaded)
+        return scheduler
 
 
 def stock_scheduler_class(vllm_config: Any) -> type:
@@ -207,15 +212,16 @@ def installed_distribution() -> str:
     return "none"
 
 
-def _log_start(vllm_config: Any, loaded: LoadedSettings) -> None:
+def _log_start(own: Any, loaded: LoadedSettings) -> None:
     settings = loaded.settings
     logger.info(
         "ppbalance is active: chunk %s, rebalance %s, %d stages, SLO TTFT %g s TPOT %g s "
-        "(settings from %s).",
+        "(settings from %s; stage times: %s).",
         settings.chunk.strategy,
         settings.rebalance.strategy,
-        vllm_config.parallel_config.pipeline_parallel_size,
+        own.pp_size,
         settings.slo_ttft,
         settings.slo_tpot,
         ", ".join(loaded.named_sources()),
+        own.profile,
     )

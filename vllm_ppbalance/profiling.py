@@ -137,21 +137,21 @@ def prepare(scheduler: Any, own: Controller, hash_block: int) -> ProfileRun | No
         if settings.profiling.mode == "always":
             raise ProfileRefusedError("a new one is asked for")
         own.use_model(store.load(settings.profiling.max_age_days * DAY_S), store)
-        logger.info("ppbalance: stage times from the saved profile %s.", store.path)
+        own.profile = f"the saved profile {store.path}"
         return None
     except ProfileRefusedError as refusal:
         reason = str(refusal)
     own.use_model(guessed_model(config, settings.predictor), store)
     forbidden = "profiling is off" if settings.profiling.mode == "off" else why_not(config)
     if forbidden:
-        logger.info("ppbalance: no profile (%s); learning from serving: %s.", reason, forbidden)
+        own.profile = f"no profile ({reason}); learnt from serving: {forbidden}"
         return None
     kv_share = int(kv_tokens(scheduler) * settings.profiling.max_kv_share)
     longest = min(scheduler.max_model_len - 1, kv_share)
     profile = StartupProfile(
         settings, own.pp_size, scheduler.max_num_scheduled_tokens, longest, kv_share
     )
-    logger.info("ppbalance: no profile (%s); measuring this deployment.", reason)
+    own.profile = f"no profile ({reason}); being measured"
     run = ProfileRun(scheduler, profile, hash_block)
     run.feed(None)
     return run

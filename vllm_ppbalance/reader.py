@@ -3,7 +3,7 @@
 With `scheduler.py` the only place that knows their fields.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from vllm_ppbalance.controller import Controller
@@ -92,6 +92,16 @@ def waiting_prompts(scheduler: Any, own: Controller, reverse: bool = False) -> I
             max(now_s - request.arrival_time, 0.0),
             request.request_id in chunked,
         )
+
+
+def new_tokens(result: Mapping[int, Any], request_ids: Set[str]) -> int:
+    """Tokens that these requests got from an `update_from_output()`."""
+    return sum(
+        len(row.new_token_ids)
+        for client in result.values()
+        for row in client.outputs
+        if row.request_id in request_ids
+    )
 
 
 def cadence(vllm_config: Any) -> str:

@@ -8,15 +8,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Set
 from functools import cache
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from vllm_ppbalance.cohorts import Flight
 from vllm_ppbalance.controller import Controller
 from vllm_ppbalance.profiling import ProfileRun, finish, prepare
-from vllm_ppbalance.reader import cadence, read_state, smallest_budget
+from vllm_ppbalance.reader import cadence, new_tokens, read_state, smallest_budget
 from vllm_ppbalance.startup_profile import own_request
-from vllm_ppbalance.state import MicroBatch
+from vllm_ppbalance.state import Decision, MicroBatch
 from vllm_ppbalance.step_timer import Step
+from vllm_ppbalance.telemetry import start_telemetry
 
 if TYPE_CHECKING:
     from vllm_ppbalance.config import Settings
@@ -55,6 +57,8 @@ class PPBalanceMixin:
         self.ppbalance = Controller(self.settings, pp_size, cadence(self.vllm_config))
         self.ppbalance.budget_floor = smallest_budget(self)
         self.ppbalance_failed = False
+        self.telemetry = start_telemetry(self.ppbalance, self.vllm_config)
+        self._decision: Decision | None = None  # for the micro-batch being formed
         self._stock_budget: int = self.max_num_scheduled_tokens
         self._profile_run: ProfileRun | None = None
         if self.settings.needs_cost_model:
@@ -77,6 +81,8 @@ class PPBalanceMixin:
         self._guard(self._observe, scheduler_output, result)
         if self._profile_run is not None:
             self._guard(self._advance_profile, self._profile_run, result)
+        if self.telemetry is not None:
+            self.telemetry.attach(result, failed=self.ppbalance_failed, idle=not self.running)
         return result
 
     def add_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -97,18 +103,24 @@ class PPBalanceMixin:
         """vLLM's shutdown(); what was learnt is kept."""
         if self.ppbalance.saver is not None:
             self._guard(self.ppbalance.saver.close)
+        if self.telemetry is not None:
+            self.telemetry.close()
         return super().shutdown(*args, **kwargs)  # type: ignore[misc]
 
     def _guard(self, hook: Callable[..., None], *args: Any) -> None:
         """Run our own code: the first failure ends it for good, never a request."""
         if self.ppbalance_failed:
             return
+        started = perf_counter()
         try:
             hook(*args)
         except Exception:
             self.ppbalance_failed = True
             self.max_num_scheduled_tokens = self._stock_budget
             logger.exception("ppbalance failed; this engine goes on with stock scheduling.")
+        finally:
+            if self.telemetry is not None:
+                self.telemetry.own_s += perf_counter() - started
 
     def _prepare_model(self, hash_block: int) -> None:
         self._profile_run = prepare(self, self.ppbalance, hash_block)
@@ -132,9 +144,10 @@ class PPBalanceMixin:
         own.cohorts.begin_step(step, self.finished_req_ids)
         if not step % RESYNC_STEPS:
             own.cohorts.ready.intersection_update(r.request_id for r in self.running)
+        self._decision = None
         if own.steady(step):
             return
-        decision = own.decide(read_state(self, own, step, self._stock_budget))
+        self._decision = decision = own.decide(read_state(self, own, step, self._stock_budget))
         for request_id, steps in decision.hold.items():
             request = self.requests[request_id]
             request.next_decode_eligible_step = max(request.next_decode_eligible_step, step + steps)
@@ -178,7 +191,8 @@ class PPBalanceMixin:
         batch = MicroBatch(
             step, len(ran), num_decodes, decode_tokens, context, tuple(prefills), len(next_decodes)
         )
-        own.timer.scheduled(Step(output, step, decodes, firsts, batch, own.clock.monotonic()))
+        now_s = own.clock.monotonic()
+        own.timer.scheduled(Step(output, step, decodes, firsts, batch, now_s, self._decision))
         own.cohorts.scheduled(Flight(batch, next_decodes), ran)
 
     def _prompts(self, output: Any, ran: Set[str]) -> Set[str]:
@@ -200,16 +214,11 @@ class PPBalanceMixin:
         seconds = own.timer.stage_s(step, now_s)
         if step.batch is None:
             return
+        if self.telemetry is not None:
+            self.telemetry.completed(step, seconds, now_s)
         if seconds is not None:
             self._learn(step.batch, seconds, now_s)
-        produced = None
-        if self.num_spec_tokens:
-            produced = sum(
-                len(row.new_token_ids)
-                for client in result.values()
-                for row in client.outputs
-                if row.request_id in step.decodes
-            )
+        produced = new_tokens(result, step.decodes) if self.num_spec_tokens else None
         own.timer.decode_tokens(step.decodes, now_s, produced)
         if step.firsts:
             requests = (self.requests.get(request_id) for request_id in step.firsts)

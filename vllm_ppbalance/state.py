@@ -194,11 +194,12 @@ class Decision(NamedTuple):
     """What a step's micro-batch may hold.
 
     `budget` is in tokens, decodes included. `hold` maps a ready decode to the number of steps it
-    sits out, 1 to pp_size - 1.
+    sits out, 1 to pp_size - 1. `reason` is a word of the chunk policy's for the budget.
     """
 
     budget: int
     hold: Mapping[str, int] = MappingProxyType({})
+    reason: str = ""
 
 
 class ChunkPolicy(Protocol):

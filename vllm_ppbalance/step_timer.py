@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple
 
 from vllm_ppbalance.stage_times import StageTimes
-from vllm_ppbalance.state import LatencyTotals, MicroBatch
+from vllm_ppbalance.state import Decision, LatencyTotals, MicroBatch
 
 SHAPE_TOKENS = 64  # micro-batches whose sizes differ by less count as one shape
 
@@ -19,6 +19,7 @@ class Step(NamedTuple):
     firsts: Set[str]  # ids whose prompt ends in this micro-batch
     batch: MicroBatch | None  # None for an empty one
     submitted_s: float
+    decision: Decision | None = None  # None where none was needed
 
 
 class StepTimer:
@@ -30,6 +31,7 @@ class StepTimer:
 
     def __init__(self, pp_size: int, *, tokens_on_device: bool = False) -> None:
         self.totals = LatencyTotals()
+        self.last_stage = (0.0, 0.0)  # of the last micro-batch: when it could start, its stage time
         self.first_token_s: dict[str, float] = {}
         self.last_token_s: dict[str, float] = {}
         self._pp_size = pp_size
@@ -69,6 +71,7 @@ class StepTimer:
             self._was_full = False
             return None
         seconds, _ = self._stage_times.completed(start_s, now_s)
+        self.last_stage = start_s, seconds
         shape = (bool(batch.prefills), batch.num_tokens // SHAPE_TOKENS)
         seen = shape in self._shapes
         self._shapes.add(shape)

@@ -13,6 +13,7 @@ from tests.real.real_runs import (
     is_for_lone_prompts,
     switch_to,
 )
+from vllm_ppbalance.top import read_page
 
 pytestmark = pytest.mark.real_vllm
 
@@ -37,7 +38,11 @@ def test_the_flag_alone_activates_it_and_tokens_stay_the_same(
     log = tmp_path / "server.log"
     with LiveServer(model, 2, log, environment={"PPBALANCE": "1"}) as server:
         tokens = complete_all(server.url, str(model), reference.requests)
+        page = read_page(server.url)
     assert first_difference(tokens, reference.tokens) is None
+    prompts = sum(len(request.prompt) for request in reference.requests)
+    assert page.value("ppbalance_tokens_total", kind="prefill", engine="0") == prompts
+    assert page.value("ppbalance_slo_ttft_seconds", engine="0") == 2.0
     text = log.read_text(errors="replace")
     assert "ppbalance is active: chunk greedy, rebalance even_share, 2 stages" in text
     assert "ppbalance failed" not in text
