@@ -3,10 +3,17 @@
 from collections.abc import Iterable
 
 
+MEMORY = 1 / 32  # weight of the newest prompt in what is known of the prefix cache
+
+
 class Backlog:
-    """Tokens of the requests not yet admitted, and of all that ever arrived."""
+    """Tokens of the requests not yet admitted, and of all that ever arrived.
+
+    `cached_share` is what part of a prompt was lately found in the prefix cache, 0 to 1.
+    """
 
     def __init__(self) -> None:
+        self.cached_share = 0.0
         self.waiting_tokens = 0
         self.arrived_tokens = 0
         self._waiting: dict[str, int] = {}
@@ -23,6 +30,11 @@ class Backlog:
         """Count a request that has to compute its tokens again."""
         self.waiting_tokens += num_tokens - self._waiting.get(request_id, 0)
         self._waiting[request_id] = num_tokens
+
+    def admitted(self, num_tokens: int, cached: int) -> None:
+        """Note that a new request of `num_tokens` found `cached` of them computed."""
+        if cached or self.cached_share:
+            self.cached_share += MEMORY * (cached / num_tokens - self.cached_share)
 
     def left(self, request_ids: Iterable[str]) -> None:
         """Drop requests that were admitted, finished or aborted; others are ignored."""

@@ -10,9 +10,9 @@ from vllm_ppbalance.setting import Factor, Ratio, Seconds, Section, Share, Token
 class ChunkSettings(Section):
     """How many tokens a micro-batch may hold, decodes included."""
 
-    strategy: Literal["fixed", "greedy", "alp", "equal_latency", "throttle", "spread"] = knob(
-        "greedy", "", "Rule that chooses the chunk size, the token budget of a micro-batch."
-    )
+    strategy: Literal[
+        "balanced", "fixed", "greedy", "alp", "equal_latency", "throttle", "spread"
+    ] = knob("balanced", "", "Rule that chooses the chunk size, the token budget of a micro-batch.")
     fixed_tokens: Tokens | None = knob(
         None, "tokens", "`fixed`: the budget; unset leaves vLLM's own `max_num_batched_tokens`."
     )
@@ -38,8 +38,8 @@ class ChunkSettings(Section):
     fallback_tokens: Tokens = knob(
         512,
         "tokens",
-        "`alp`, `spread`: the budget while there is no cost model to trust. On two H200, of the "
-        "fixed budgets tried, 512 was best at 9 requests a second.",
+        "`balanced`, `alp`, `spread`: the budget while there is no cost model to trust. On two "
+        "H200, of the fixed budgets tried, 512 was best at 9 requests a second.",
     )
     alp_chunk_min: Tokens = knob(128, "tokens", "`alp`: smallest candidate.")
     alp_chunk_max: Tokens = knob(2048, "tokens", "`alp`: largest candidate.")
@@ -120,6 +120,22 @@ class ChunkSettings(Section):
         0.8, "x slo_tpot", "`spread`: longest predicted time once round the pipeline."
     )
     spread_min_chunk: Tokens = knob(128, "tokens", "`spread`: smallest chunk.")
+    balanced_rounds: Annotated[int, Field(ge=1, le=4096)] = knob(
+        4, "rounds", "`balanced`: over how many rounds of the pipeline the prompts at hand go."
+    )
+    balanced_throughput_ratio: Ratio = knob(
+        0.9,
+        "share",
+        "`balanced`: without a deadline in sight, the budget is no larger than it takes for this "
+        "of the best prefill throughput.",
+    )
+    balanced_deadline_ratio: Share = knob(
+        0.5, "x slo_ttft", "`balanced`: wait by which prompts should be computed, in a burst too."
+    )
+    balanced_tpot_ratio: Factor = knob(
+        0.95, "x slo_tpot", "`balanced`: longest predicted time once round the pipeline."
+    )
+    balanced_min_chunk: Tokens = knob(128, "tokens", "`balanced`: smallest chunk.")
 
     def candidates(self) -> tuple[int, ...]:
         """The chunk sizes `alp` chooses from, ascending."""

@@ -66,6 +66,22 @@ class RebalanceSettings(Section):
     )
 
 
+class AdmissionSettings(Section):
+    """In which order waiting requests are admitted."""
+
+    strategy: Literal["on_time", "fcfs"] = knob(
+        "on_time",
+        "",
+        "`fcfs`: first come, first served, as vLLM does. `on_time`: the same until not all can "
+        "meet `slo_ttft`; then those that can go first, and the fewest possible are put off.",
+    )
+    late_share: Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False)] = knob(
+        0.25,
+        "share",
+        "`on_time`: of the prompt tokens computed, what goes to requests that were put off.",
+    )
+
+
 class ProfilingSettings(Section):
     """How the cost model of `alp`, `equal_latency` and `spread` gets its first numbers."""
 
@@ -129,12 +145,13 @@ class Settings(Section):
     )
     chunk: ChunkSettings = ChunkSettings()
     rebalance: RebalanceSettings = RebalanceSettings()
+    admission: AdmissionSettings = AdmissionSettings()
     profiling: ProfilingSettings = ProfilingSettings()
     predictor: PredictorSettings = PredictorSettings()
 
     @property
     def needs_cost_model(self) -> bool:
         """Whether a strategy in use asks for predictions."""
-        by_chunk = self.chunk.strategy in ("alp", "equal_latency", "spread")
+        by_chunk = self.chunk.strategy in ("balanced", "alp", "equal_latency", "spread")
         tiered = self.rebalance.strategy == "tiered" and self.rebalance.base_unit == "auto"
         return by_chunk or tiered or self.rebalance.strategy == "auto"

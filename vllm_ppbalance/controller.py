@@ -5,15 +5,25 @@ import time
 from collections.abc import Collection, Mapping
 from math import inf
 
+from vllm_ppbalance.admission import NO_CHANGE, OnTimeFirst, Pace
 from vllm_ppbalance.backlog import Backlog
 from vllm_ppbalance.chunk import make_chunk_policy
+from vllm_ppbalance.chunk.guards import decode_share, mean_context
 from vllm_ppbalance.cohorts import Cohorts
 from vllm_ppbalance.config import Settings
 from vllm_ppbalance.cost_model import CostModel
+from vllm_ppbalance.prefill_rates import PrefillRates
 from vllm_ppbalance.profile_store import ProfileStore, Saver
 from vllm_ppbalance.rebalance import make_rebalance_policy
 from vllm_ppbalance.rebalance.off import Off
-from vllm_ppbalance.state import Clock, Decision, MicroBatch, PipelineState, RebalancePolicy
+from vllm_ppbalance.state import (
+    Clock,
+    Decision,
+    MicroBatch,
+    Order,
+    PipelineState,
+    RebalancePolicy,
+)
 from vllm_ppbalance.step_timer import StepTimer
 
 logger = logging.getLogger("vllm.ppbalance")
@@ -52,6 +62,8 @@ class Controller:
         self.rebalance: RebalancePolicy = (
             Off() if cadence == "none" else make_rebalance_policy(settings)
         )
+        self.admission: OnTimeFirst | None = None  # None: first come, first served
+        self.rates: PrefillRates | None = None
         self.cost_model: CostModel | None = None
         self.saver: Saver | None = None
         self._health: str | None = None  # of the model, as the log last said it
@@ -68,7 +80,8 @@ class Controller:
         if model.health != self._health:
             self._say_health(model)
         self.saver = Saver(store, model)
-        self.chunk = make_chunk_policy(self.settings, model)
+        self.rates = PrefillRates(self.settings, model)
+        self.chunk = make_chunk_policy(self.settings, model, self.rates)
         if not isinstance(self.rebalance, Off):
             self.rebalance = make_rebalance_policy(self.settings, model)
 
@@ -143,7 +156,38 @@ class Controller:
             self.cohorts.hold(hold, state.step)
             self.num_moves += len(hold)
             self._last_hold = state.step
-        return Decision(budget, hold, getattr(self.chunk, "reason", ""))
+        return Decision(budget, hold, getattr(self.chunk, "reason", ""), self._order(state, budget))
+
+    def _order(self, state: PipelineState, budget: int) -> Order:
+        """Who of the waiting goes first or last; asked once a round, never while KV is short."""
+        admission, rates = self.admission, self.rates
+        if admission is None or rates is None or not (self.predicts and state.num_waiting):
+            return NO_CHANGE
+        if state.step % self.pp_size or state.step < self._calm_until:
+            return NO_CHANGE
+        decodes = decode_share(state)
+        known = rates.at(state, decodes, int(decodes * mean_context(state)))
+        best = known[-1]
+        if self.settings.chunk.strategy != "balanced":  # it gives the budget whatever is due
+            best = next((r for r in reversed(known) if r.tokens <= budget), known[0])
+        backlog = self.backlog
+        uncached = 1.0 - backlog.cached_share
+        ahead = state.prefill_backlog() - int(backlog.waiting_tokens * uncached)
+        pace = Pace(best.prefill, state.pp_size * best.seconds, ahead, uncached)
+        computed = state.arrived_tokens - state.prefill_backlog()
+        return admission.order(pace, self.clock.time(), computed)
+
+    def arrived(self, request_id: str, num_tokens: int, arrival_s: float) -> None:
+        """A request came in; `arrival_s` is on the wall clock."""
+        self.backlog.arrived(request_id, num_tokens)
+        if self.admission is not None:
+            self.admission.arrived(request_id, num_tokens, arrival_s)
+
+    def left_queue(self, request_ids: Collection[str]) -> None:
+        """Requests were admitted, finished or aborted; those not waiting are ignored."""
+        self.backlog.left(request_ids)
+        if self.admission is not None:
+            self.admission.left(request_ids)
 
     def _budget(self, state: PipelineState) -> int:
         budget = self.chunk.budget(state)
@@ -156,7 +200,7 @@ class Controller:
     def finished(self, request_ids: Collection[str]) -> None:
         """Forget requests that finished or were aborted."""
         self.prefilling.difference_update(request_ids)
-        self.backlog.left(request_ids)
+        self.left_queue(request_ids)
         self.timer.forget(request_ids)
 
     def preempted(self, request_id: str, num_tokens: int, step: int) -> bool:

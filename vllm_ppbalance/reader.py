@@ -3,11 +3,12 @@
 With `scheduler.py` the only place that knows their fields.
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from vllm_ppbalance.controller import Controller
-from vllm_ppbalance.state import Decode, Lazy, PipelineState, Waiting
+from vllm_ppbalance.state import Decode, Lazy, Order, PipelineState, Waiting
 
 
 def read_state(scheduler: Any, own: Controller, step: int, stock_budget: int) -> PipelineState:
@@ -16,7 +17,7 @@ def read_state(scheduler: Any, own: Controller, step: int, stock_budget: int) ->
     num_ready = len(cohorts.ready)
     decode_budget = num_ready * (1 + scheduler.num_spec_tokens)
     floor = decode_budget + own.budget_floor
-    waiting_tokens = own.backlog.waiting_tokens
+    waiting_tokens = int(own.backlog.waiting_tokens * (1.0 - own.backlog.cached_share))
     if not step % cohorts.pp_size:  # no policy looks more often than once a round
         own.kv_free = 1.0 - scheduler.kv_cache_manager.usage
     for request_id in chunked:
@@ -42,6 +43,9 @@ def read_state(scheduler: Any, own: Controller, step: int, stock_budget: int) ->
         own.backlog.arrived_tokens,
         own.kv_free,
         own.timer.totals,
+        0,
+        len(scheduler.running),
+        scheduler.max_num_running_reqs,
     )
 
 
@@ -76,8 +80,12 @@ def _can_decode(request: Any, step: int) -> bool:
 
 
 def waiting_prompts(scheduler: Any, own: Controller, reverse: bool = False) -> Iterator[Waiting]:
-    """Prompts half computed, then those not yet admitted, in vLLM's order."""
+    """Prompts half computed, then those not yet admitted, in vLLM's order.
+
+    Of the latter the part is taken off that the prefix cache will have, as far as one can tell.
+    """
     now_s, chunked = own.clock.time(), own.prefilling
+    uncached = 1.0 - own.backlog.cached_share
     # 0.31 or so renamed the queue of those that were passed over.
     passed_over = getattr(scheduler, "kv_holding_waiting", None)
     if passed_over is None:
@@ -85,13 +93,13 @@ def waiting_prompts(scheduler: Any, own: Controller, reverse: bool = False) -> I
     admitted = [r for r in scheduler.running if r.request_id in chunked] if chunked else []
     requests = [*admitted, *passed_over, *scheduler.waiting]
     for request in reversed(requests) if reverse else requests:
-        yield Waiting(
-            request.request_id,
-            request.num_tokens - request.num_computed_tokens,
-            request.num_computed_tokens,
-            max(now_s - request.arrival_time, 0.0),
-            request.request_id in chunked,
-        )
+        computed, running = request.num_computed_tokens, request.request_id in chunked
+        new = request.num_tokens - computed
+        if not running and uncached < 1.0:
+            new = max(int(new * uncached), 1)
+            computed = request.num_tokens - new
+        waited_s = max(now_s - request.arrival_time, 0.0)
+        yield Waiting(request.request_id, new, computed, waited_s, running)
 
 
 def new_tokens(result: Mapping[int, Any], request_ids: Set[str]) -> int:
@@ -102,6 +110,24 @@ def new_tokens(result: Mapping[int, Any], request_ids: Set[str]) -> int:
         for row in client.outputs
         if row.request_id in request_ids
     )
+
+
+def can_reorder(scheduler: Any) -> bool:
+    """Whether the waiting queue is a first come, first served one: priorities are the user's."""
+    return isinstance(scheduler.waiting, deque)
+
+
+def reorder(queue: Any, order: Order) -> None:
+    """Move requests to the ends of vLLM's waiting queue; ids that are not in it are ignored."""
+    moved = {*order.first, *order.last}
+    found = {r.request_id: r for r in queue if r.request_id in moved}
+    queue.remove_requests(found.values())
+    for request_id in order.last:
+        if request_id in found:
+            queue.add_request(found[request_id])
+    for request_id in reversed(order.first):
+        if request_id in found:
+            queue.prepend_request(found[request_id])
 
 
 def cadence(vllm_config: Any) -> str:

@@ -11,10 +11,18 @@ from functools import cache
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from vllm_ppbalance.admission import NO_CHANGE, OnTimeFirst
 from vllm_ppbalance.cohorts import Flight
 from vllm_ppbalance.controller import Controller
 from vllm_ppbalance.profiling import ProfileRun, finish, prepare
-from vllm_ppbalance.reader import cadence, new_tokens, read_state, smallest_budget
+from vllm_ppbalance.reader import (
+    cadence,
+    can_reorder,
+    new_tokens,
+    read_state,
+    reorder,
+    smallest_budget,
+)
 from vllm_ppbalance.startup_profile import own_request
 from vllm_ppbalance.state import Decision, MicroBatch
 from vllm_ppbalance.step_timer import Step
@@ -49,6 +57,7 @@ class PPBalanceMixin:
     num_spec_tokens: int
     requests: dict[str, Any]
     running: list[Any]
+    waiting: Any
     finished_req_ids: set[str]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -56,6 +65,8 @@ class PPBalanceMixin:
         pp_size = self.vllm_config.parallel_config.pipeline_parallel_size
         self.ppbalance = Controller(self.settings, pp_size, cadence(self.vllm_config))
         self.ppbalance.budget_floor = smallest_budget(self)
+        if self.settings.admission.strategy == "on_time" and can_reorder(self):
+            self.ppbalance.admission = OnTimeFirst(self.settings)
         self.ppbalance_failed = False
         self.telemetry = start_telemetry(self.ppbalance, self.vllm_config)
         self._decision: Decision | None = None  # for the micro-batch being formed
@@ -92,7 +103,8 @@ class PPBalanceMixin:
             self._guard(self._end_profile, "a request came in")
         result = super().add_request(request, *args, **kwargs)  # type: ignore[misc]
         if new:
-            self._guard(self.ppbalance.backlog.arrived, request.request_id, request.num_tokens)
+            arrival_s = request.arrival_time
+            self._guard(self.ppbalance.arrived, request.request_id, request.num_tokens, arrival_s)
         return result
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -151,6 +163,8 @@ class PPBalanceMixin:
         for request_id, steps in decision.hold.items():
             request = self.requests[request_id]
             request.next_decode_eligible_step = max(request.next_decode_eligible_step, step + steps)
+        if decision.order != NO_CHANGE:
+            reorder(self.waiting, decision.order)
         run = self._profile_run
         self.max_num_scheduled_tokens = run.profile.budget if run else decision.budget
 
@@ -171,7 +185,10 @@ class PPBalanceMixin:
             # A prompt without a token yet adds no gap; a recomputed one must not.
             if self.num_spec_tokens or not own.timer.last_token_s.keys().isdisjoint(prompts):
                 decodes = ran - prompts
-            own.backlog.left(prompts)
+            own.left_queue(prompts)
+            for new_request in output.scheduled_new_reqs:
+                request = self.requests[new_request.req_id]
+                own.backlog.admitted(request.num_tokens, new_request.num_computed_tokens)
         prefilling = own.prefilling
         for request_id in prompts:
             request, new = self.requests[request_id], tokens[request_id]

@@ -162,6 +162,8 @@ class PipelineState(NamedTuple):
     kv_free: float = 1.0  # share of the KV cache that is free, 0 to 1
     totals: LatencyTotals = LatencyTotals()
     planned_prefill: int = 0  # prompt tokens this step will carry, if nobody is held
+    num_running: int = 0  # admitted requests: decoding, or computing their prompt
+    max_num_seqs: int = 1 << 20  # requests that vLLM admits at a time
 
     @property
     def decodes_alive(self) -> int:
@@ -190,16 +192,25 @@ class PipelineState(NamedTuple):
         return sizes
 
 
+class Order(NamedTuple):
+    """Changes to the waiting queue: request ids to put first, and last, each in this order."""
+
+    first: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+
+
 class Decision(NamedTuple):
     """What a step's micro-batch may hold.
 
     `budget` is in tokens, decodes included. `hold` maps a ready decode to the number of steps it
-    sits out, 1 to pp_size - 1. `reason` is a word of the chunk policy's for the budget.
+    sits out, 1 to pp_size - 1. `reason` is a word of the chunk policy's for the budget. `order`
+    changes the waiting queue before the micro-batch is formed.
     """
 
     budget: int
     hold: Mapping[str, int] = MappingProxyType({})
     reason: str = ""
+    order: Order = Order()
 
 
 class ChunkPolicy(Protocol):

@@ -1,6 +1,7 @@
 """Chunk policies, one a file: how many tokens the next micro-batch may hold."""
 
 from vllm_ppbalance.chunk.alp import AlpChunk
+from vllm_ppbalance.chunk.balanced import BalancedChunk
 from vllm_ppbalance.chunk.equal_latency import EqualLatencyChunk
 from vllm_ppbalance.chunk.fixed import FixedChunk
 from vllm_ppbalance.chunk.greedy import GreedyChunk
@@ -8,14 +9,17 @@ from vllm_ppbalance.chunk.spread import SpreadChunk
 from vllm_ppbalance.chunk.throttle import ThrottleChunk
 from vllm_ppbalance.config import Settings
 from vllm_ppbalance.cost_model import CostModel
+from vllm_ppbalance.prefill_rates import PrefillRates
 from vllm_ppbalance.state import ChunkPolicy
 
 
-def make_chunk_policy(settings: Settings, cost_model: CostModel | None = None) -> ChunkPolicy:
+def make_chunk_policy(
+    settings: Settings, cost_model: CostModel | None = None, rates: PrefillRates | None = None
+) -> ChunkPolicy:
     """The policy that `chunk.strategy` names.
 
-    `alp`, `equal_latency` and `spread` ask `cost_model` and give a fixed budget while there is
-    none, or none to trust.
+    `balanced`, `alp`, `equal_latency` and `spread` ask `cost_model` and give a fixed budget while
+    there is none, or none to trust.
     """
     match settings.chunk.strategy:
         case "fixed":
@@ -28,5 +32,7 @@ def make_chunk_policy(settings: Settings, cost_model: CostModel | None = None) -
             return EqualLatencyChunk(settings, cost_model)
         case "throttle":
             return ThrottleChunk(settings)
+        case "balanced":
+            return BalancedChunk(settings, cost_model, rates)
         case "spread":
             return SpreadChunk(settings, cost_model)

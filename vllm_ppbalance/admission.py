@@ -1,0 +1,108 @@
+"""Which waiting requests go first when not all can meet their TTFT target.
+
+The queue stays first come, first served until then. After that as many as possible are served in
+time: Moore and Hodgson's rule (1968) goes through the jobs by deadline and, whenever one would be
+late, puts off the longest so far, which leaves the fewest late jobs there can be.
+"""
+
+from collections.abc import Iterable
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from vllm_ppbalance.config import Settings
+from vllm_ppbalance.state import Order
+
+
+class Pace(NamedTuple):
+    """How fast prompts are computed now."""
+
+    tokens_s: float  # prompt tokens a second
+    through_s: float  # seconds from a prompt's last chunk to its first token
+    ahead: int  # prompt tokens of requests already admitted
+    uncached: float = 1.0  # share of a prompt that is not in the prefix cache
+
+
+NO_CHANGE = Order()
+
+
+class OnTimeFirst:
+    """Keeps the waiting requests that can be in time before those that cannot.
+
+    A request that is put off stays behind until it is admitted: when no other one waits, or from
+    `admission_late_share` of the prompt tokens computed, oldest first, so nobody waits for ever.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._slo_ttft = settings.slo_ttft
+        self._late_share = settings.admission.late_share
+        self._on_time: dict[str, tuple[int, float]] = {}  # tokens, arrival on the wall clock
+        self._late: dict[str, int] = {}  # tokens, in the order they were put off
+        self._behind = True  # nobody on time stands behind a late one
+        self._computed: int | None = None  # prompt tokens, when last looked at
+        self._credit = 0.0  # prompt tokens the late ones may have
+
+    @property
+    def num_late(self) -> int:
+        """Waiting requests that were put off."""
+        return len(self._late)
+
+    def arrived(self, request_id: str, num_tokens: int, arrival_s: float) -> None:
+        """A request came in, at the end of the queue; `arrival_s` is on the wall clock."""
+        self._on_time[request_id] = (num_tokens, arrival_s)
+        self._behind = self._behind and not self._late
+
+    def left(self, request_ids: Iterable[str]) -> None:
+        """Requests were admitted, finished or aborted; unknown ones are ignored."""
+        for request_id in request_ids:
+            if self._on_time.pop(request_id, None) is None:
+                self._late.pop(request_id, None)
+
+    def order(self, pace: Pace, now_s: float, computed: int) -> Order:
+        """What to change, given `computed` prompt tokens so far and the wall clock."""
+        new_late = self._put_off(pace, now_s)
+        first = self._forgiven(computed)
+        if not (first or new_late) and self._behind:
+            return NO_CHANGE
+        self._behind = True
+        return Order(first, tuple(self._late))
+
+    def _put_off(self, pace: Pace, now_s: float) -> bool:
+        waiting = self._on_time
+        if not waiting:
+            return False
+        tokens_s = pace.tokens_s * (1.0 - self._late_share if self._late else 1.0)
+        due_s = self._slo_ttft - pace.through_s - now_s
+        tokens: float = pace.ahead
+        kept: list[tuple[float, str]] = []
+        late: list[str] = []
+        for request_id, (prompt, arrival_s) in waiting.items():
+            new = prompt * pace.uncached
+            if arrival_s + due_s < new / tokens_s:
+                late.append(request_id)  # not even alone
+                continue
+            tokens += new
+            heappush(kept, (-new, request_id))
+            if tokens > (arrival_s + due_s) * tokens_s:
+                longest, put_off = heappop(kept)
+                tokens += longest
+                late.append(put_off)
+        for request_id in late:
+            self._late[request_id] = waiting.pop(request_id)[0]
+        return bool(late)
+
+    def _forgiven(self, computed: int) -> tuple[str, ...]:
+        """Late requests whose turn it is."""
+        before, self._computed = self._computed, computed
+        if not self._late:
+            self._credit = 0.0
+            return ()
+        if before is not None and computed > before:
+            self._credit += self._late_share * (computed - before)
+        first = []
+        for request_id, tokens in list(self._late.items()):
+            if self._credit < tokens:
+                break
+            self._credit -= tokens
+            del self._late[request_id]
+            first.append(request_id)
+        return tuple(first)

@@ -1,0 +1,101 @@
+"""Which token budgets are worth giving: how fast each computes prompts beside the decodes."""
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from vllm_ppbalance.config import Settings
+from vllm_ppbalance.cost_model import CostModel
+from vllm_ppbalance.state import PipelineState
+
+# Budgets looked at, tokens: fine where the GPU's tiles show.
+SIZES = (
+    *range(64, 1024, 64),
+    *range(1024, 2048, 128),
+    *range(2048, 4096, 256),
+    *range(4096, 8192, 512),
+    *range(8192, 32769, 2048),
+)
+FASTER = 1.02  # a larger budget is worth giving from this on
+STALE = 0.1  # change of a load, as a share, from which the rates are computed again
+HEAD = 32  # prompts at the head of the queue whose prefixes count
+LONG_PREFIX = 4096  # tokens; from here on a chunk's own prefix is looked at as well
+LONGEST = 2.0  # most times the bound that a chunk at its own prefix may take
+
+
+class Rate(NamedTuple):
+    """A token budget, decodes included, and what it does."""
+
+    tokens: int
+    seconds: float  # of the slowest stage
+    prefill: float  # prompt tokens a second, with the pipeline full
+
+
+class PrefillRates:
+    """The budgets that compute prompts faster than every smaller one, within the TPOT target.
+
+    So a budget just over one of the GPU's tiles is not among them. Stage times are those at the
+    mean prefix of the prompts at hand: TPOT is an average over many micro-batches, and so is its
+    bound, `balanced_tpot_ratio * slo_tpot` a round.
+    """
+
+    def __init__(self, settings: Settings, model: CostModel) -> None:
+        self._settings = settings
+        self.model = model
+        self._rates: list[Rate] = []
+        self._load = (-1.0, 0.0, 0.0, 0.0)
+        self._step = -1
+
+    def at(self, state: PipelineState, decodes: int, context: int) -> Sequence[Rate]:
+        """Ascending and never empty; beside `decodes` that read `context` tokens in all."""
+        if state.step != self._step:
+            self._step = state.step
+            head, mean = prefixes(state)
+            load = (float(decodes), float(context), mean, float(head))
+            if not self._rates or any(map(_changed, load, self._load)):
+                self._load = load
+                self._rates = self._compute(state, decodes, context, int(mean), head)
+        return self._rates
+
+    def _compute(
+        self, state: PipelineState, decodes: int, context: int, prefix: int, head: int
+    ) -> list[Rate]:
+        predict, pp_size = self.model.predict, state.pp_size
+        bound_s = self._settings.chunk.balanced_tpot_ratio * self._settings.slo_tpot / pp_size
+        if not decodes:
+            bound_s = float("inf")  # nobody's token waits
+        rates: list[Rate] = []
+        fastest = 0.0
+        for tokens in (*(size for size in SIZES if size < state.max_budget), state.max_budget):
+            new = tokens - decodes
+            if new <= 0:
+                continue
+            seconds = predict(tokens, ((new, prefix),), decodes, context)
+            if rates and seconds > bound_s:
+                break
+            if rates and head > LONG_PREFIX:
+                own_s = predict(tokens, ((new, head),), decodes, context)
+                if own_s > LONGEST * bound_s:
+                    break
+            if new / seconds > fastest * FASTER:
+                fastest = new / seconds
+                rates.append(Rate(tokens, seconds, fastest))
+        return rates or [Rate(state.max_budget, bound_s, 1.0)]
+
+
+def prefixes(state: PipelineState) -> tuple[int, float]:
+    """Tokens before the next chunk, and before an average token of the prompts at hand."""
+    if not (state.num_waiting or state.num_prefilling):
+        return 0, 0.0
+    head, tokens, pairs = 0, 0, 0
+    for index, prompt in enumerate(islice(state.waiting, HEAD)):
+        length = prompt.new_tokens + prompt.prefix_tokens
+        if not index:
+            head = prompt.prefix_tokens
+        tokens += length
+        pairs += length * length
+    return head, pairs / (2.0 * tokens) if tokens else 0.0
+
+
+def _changed(now: float, before: float) -> bool:
+    return abs(now - before) > STALE * before + 1.0
