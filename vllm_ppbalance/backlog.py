@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 
-
 MEMORY = 1 / 32  # weight of the newest prompt in what is known of the prefix cache
 
 

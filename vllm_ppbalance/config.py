@@ -75,7 +75,7 @@ class AdmissionSettings(Section):
         "`fcfs`: first come, first served, as vLLM does. `on_time`: the same until not all can "
         "meet `slo_ttft`; then those that can go first, and the fewest possible are put off.",
     )
-    late_share: Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False)] = knob(
+    late_share: Annotated[float, Field(gt=0.0, le=0.9, allow_inf_nan=False)] = knob(
         0.25,
         "share",
         "`on_time`: of the prompt tokens computed, what goes to requests that were put off.",

@@ -17,6 +17,7 @@ SIZES = (
     *range(8192, 32769, 2048),
 )
 FASTER = 1.02  # a larger budget is worth giving from this on
+SLOWER = 1.005  # a budget that takes no longer than this times a smaller one replaces it
 STALE = 0.1  # change of a load, as a share, from which the rates are computed again
 HEAD = 32  # prompts at the head of the queue whose prefixes count
 LONG_PREFIX = 4096  # tokens; from here on a chunk's own prefix is looked at as well
@@ -61,13 +62,14 @@ class PrefillRates:
         self, state: PipelineState, decodes: int, context: int, prefix: int, head: int
     ) -> list[Rate]:
         predict, pp_size = self.model.predict, state.pp_size
+        decode_tokens = decodes * state.tokens_per_decode
         bound_s = self._settings.chunk.balanced_tpot_ratio * self._settings.slo_tpot / pp_size
         if not decodes:
             bound_s = float("inf")  # nobody's token waits
         rates: list[Rate] = []
         fastest = 0.0
         for tokens in (*(size for size in SIZES if size < state.max_budget), state.max_budget):
-            new = tokens - decodes
+            new = tokens - decode_tokens
             if new <= 0:
                 continue
             seconds = predict(tokens, ((new, prefix),), decodes, context)
@@ -79,6 +81,8 @@ class PrefillRates:
                     break
             if new / seconds > fastest * FASTER:
                 fastest = new / seconds
+                if rates and seconds < rates[-1].seconds * SLOWER:
+                    rates.pop()  # it would leave part of a tile empty
                 rates.append(Rate(tokens, seconds, fastest))
         return rates or [Rate(state.max_budget, bound_s, 1.0)]
 

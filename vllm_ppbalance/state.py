@@ -166,6 +166,11 @@ class PipelineState(NamedTuple):
     max_num_seqs: int = 1 << 20  # requests that vLLM admits at a time
 
     @property
+    def tokens_per_decode(self) -> int:
+        """Tokens that one decode needs, draft tokens included."""
+        return self.decode_budget // self.num_ready if self.num_ready else 1
+
+    @property
     def decodes_alive(self) -> int:
         """Decodes of all cohorts: ready, in flight, and parked."""
         alive = self.num_ready

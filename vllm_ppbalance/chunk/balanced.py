@@ -66,13 +66,13 @@ class BalancedChunk:
         if now.seats_short:
             tokens = _admissible(state)
         rounds = self._settings.chunk.balanced_rounds * state.pp_size
-        wanted = decodes - int(-tokens // rounds)
-        self.reason = now.reason
-        if now.deadline <= wanted or now.seats_short:
-            self.reason = "no free seats" if now.seats_short else "backlog"
-            if wanted > now.cap:
-                wanted, self.reason = now.cap, "throughput cap"
-        wanted = max(wanted, now.deadline, self._settings.chunk.balanced_min_chunk)
+        wanted = decodes * state.tokens_per_decode - int(-tokens // rounds)
+        self.reason = "no free seats" if now.seats_short else "backlog"
+        if wanted > now.cap:
+            wanted, self.reason = now.cap, "throughput cap"
+        if wanted < now.deadline:
+            wanted, self.reason = now.deadline, now.reason
+        wanted = max(wanted, self._settings.chunk.balanced_min_chunk)
         return next((r.tokens for r in now.rates if r.tokens >= wanted), now.rates[-1].tokens)
 
     def _decide(
