@@ -36,6 +36,7 @@ class OnTimeFirst:
         self._slo_ttft = settings.slo_ttft
         self._late_share = settings.admission.late_share
         self._on_time: dict[str, tuple[int, float]] = {}  # tokens, arrival on the wall clock
+        self._tokens = 0  # of those
         self._late: dict[str, int] = {}  # tokens, in the order they were put off
         self._behind = True  # nobody on time stands behind a late one
         self._computed: int | None = None  # prompt tokens, when last looked at
@@ -49,13 +50,17 @@ class OnTimeFirst:
     def arrived(self, request_id: str, num_tokens: int, arrival_s: float) -> None:
         """A request came in, at the end of the queue; `arrival_s` is on the wall clock."""
         self._on_time[request_id] = (num_tokens, arrival_s)
+        self._tokens += num_tokens
         self._behind = self._behind and not self._late
 
     def left(self, request_ids: Iterable[str]) -> None:
         """Requests were admitted, finished or aborted; unknown ones are ignored."""
         for request_id in request_ids:
-            if self._on_time.pop(request_id, None) is None:
+            known = self._on_time.pop(request_id, None)
+            if known is None:
                 self._late.pop(request_id, None)
+            else:
+                self._tokens -= known[0]
 
     def order(self, pace: Pace, now_s: float, computed: int) -> Order:
         """What to change, given `computed` prompt tokens so far and the wall clock."""
@@ -70,6 +75,11 @@ class OnTimeFirst:
         waiting = self._on_time
         if not waiting:
             return False
+        if not self._late:  # all before the first deadline, mostly
+            oldest_s = next(iter(waiting.values()))[1]
+            work_s = (pace.ahead + self._tokens * pace.uncached) / pace.tokens_s
+            if now_s + pace.through_s + work_s <= oldest_s + self._slo_ttft:
+                return False
         tokens_s = pace.tokens_s * (1.0 - self._late_share if self._late else 1.0)
         due_s = self._slo_ttft - pace.through_s - now_s
         tokens: float = pace.ahead
@@ -88,6 +98,7 @@ class OnTimeFirst:
                 late.append(put_off)
         for request_id in late:
             self._late[request_id] = waiting.pop(request_id)[0]
+            self._tokens -= self._late[request_id]
         return bool(late)
 
     def _forgiven(self, computed: int) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from vllm_ppbalance.config import Settings
 from vllm_ppbalance.cost_model import CostModel
-from vllm_ppbalance.state import PipelineState
+from vllm_ppbalance.state import PipelineState, Waiting
 
 # Budgets looked at, tokens: fine where the GPU's tiles show.
 SIZES = (
@@ -18,8 +18,10 @@ SIZES = (
 )
 FASTER = 1.02  # a larger budget is worth giving from this on
 SLOWER = 1.005  # a budget that takes no longer than this times a smaller one replaces it
-STALE = 0.1  # change of a load, as a share, from which the rates are computed again
-HEAD = 32  # prompts at the head of the queue whose prefixes count
+# Rates are computed again from a change of a load by this share, and by this much at least.
+STALE = 0.1
+LEAST_CHANGE = (4, 8192, 1024, 2048)  # decodes, tokens they read, mean prefix, head's prefix
+HEAD = 16  # prompts at the head of the queue that are looked at
 LONG_PREFIX = 4096  # tokens; from here on a chunk's own prefix is looked at as well
 LONGEST = 2.0  # most times the bound that a chunk at its own prefix may take
 
@@ -44,16 +46,18 @@ class PrefillRates:
         self._settings = settings
         self.model = model
         self._rates: list[Rate] = []
-        self._load = (-1.0, 0.0, 0.0, 0.0)
+        self._load = (0.0, 0.0, 0.0, 0.0)
         self._step = -1
+        self.head: list[Waiting] = []  # the first HEAD prompts, as last read
 
     def at(self, state: PipelineState, decodes: int, context: int) -> Sequence[Rate]:
         """Ascending and never empty; beside `decodes` that read `context` tokens in all."""
         if state.step != self._step:
             self._step = state.step
-            head, mean = prefixes(state)
+            self.head = list(islice(state.waiting, HEAD)) if state.waits else []
+            head, mean = prefixes(self.head)
             load = (float(decodes), float(context), mean, float(head))
-            if not self._rates or any(map(_changed, load, self._load)):
+            if not self._rates or any(map(_changed, load, self._load, LEAST_CHANGE)):
                 self._load = load
                 self._rates = self._compute(state, decodes, context, int(mean), head)
         return self._rates
@@ -87,19 +91,16 @@ class PrefillRates:
         return rates or [Rate(state.max_budget, bound_s, 1.0)]
 
 
-def prefixes(state: PipelineState) -> tuple[int, float]:
-    """Tokens before the next chunk, and before an average token of the prompts at hand."""
-    if not (state.num_waiting or state.num_prefilling):
-        return 0, 0.0
-    head, tokens, pairs = 0, 0, 0
-    for index, prompt in enumerate(islice(state.waiting, HEAD)):
-        length = prompt.new_tokens + prompt.prefix_tokens
-        if not index:
-            head = prompt.prefix_tokens
+def prefixes(prompts: Sequence[Waiting]) -> tuple[int, float]:
+    """Tokens before the next chunk, and before an average token of `prompts`."""
+    tokens = pairs = 0
+    for _, new, before, _, _ in prompts:
+        length = new + before
         tokens += length
         pairs += length * length
-    return head, pairs / (2.0 * tokens) if tokens else 0.0
+    return (prompts[0].prefix_tokens, pairs / (2.0 * tokens)) if tokens else (0, 0.0)
 
 
-def _changed(now: float, before: float) -> bool:
-    return abs(now - before) > STALE * before + 1.0
+def _changed(now: float, before: float, least: float) -> bool:
+    change = abs(now - before)
+    return change > least and change > STALE * before

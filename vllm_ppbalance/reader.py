@@ -90,7 +90,7 @@ def waiting_prompts(scheduler: Any, own: Controller, reverse: bool = False) -> I
     passed_over = getattr(scheduler, "kv_holding_waiting", None)
     if passed_over is None:
         passed_over = scheduler.skipped_waiting
-    admitted = [r for r in scheduler.running if r.request_id in chunked] if chunked else []
+    admitted = _admitted(scheduler, chunked)
     requests = [*admitted, *passed_over, *scheduler.waiting]
     for request in reversed(requests) if reverse else requests:
         computed, running = request.num_computed_tokens, request.request_id in chunked
@@ -110,6 +110,19 @@ def new_tokens(result: Mapping[int, Any], request_ids: Set[str]) -> int:
         for row in client.outputs
         if row.request_id in request_ids
     )
+
+
+def _admitted(scheduler: Any, chunked: Set[str]) -> list[Any]:
+    """The requests whose prompt is being computed, in vLLM's order; the newest ones, mostly."""
+    found: list[Any] = []
+    if chunked:
+        for request in reversed(scheduler.running):
+            if request.request_id in chunked:
+                found.append(request)
+                if len(found) == len(chunked):
+                    break
+        found.reverse()
+    return found
 
 
 def can_reorder(scheduler: Any) -> bool:

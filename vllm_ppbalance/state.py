@@ -7,7 +7,6 @@ of the time.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, overload
 
@@ -62,8 +61,7 @@ class Lazy(Sequence[T], Generic[T]):
         return reversed(self._items)
 
 
-@dataclass(frozen=True, slots=True)
-class Decode:
+class Decode(NamedTuple):
     """One established decode that could run in the step about to be formed."""
 
     request_id: str
@@ -74,8 +72,7 @@ class Decode:
     first_token_s: float = 0.0  # when its first token came out; 0 where unknown
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(NamedTuple):
     """One request that still has prompt tokens to compute: queued, or prefilling in chunks."""
 
     request_id: str
@@ -178,11 +175,16 @@ class PipelineState(NamedTuple):
             alive += batch.next_decodes
         return alive + sum(self.parked.values())
 
+    @property
+    def waits(self) -> bool:
+        """Whether there are prompts to compute, waiting or half computed."""
+        return bool(self.num_waiting or self.num_prefilling)
+
     def prefill_backlog(self) -> int:
         """Prompt tokens still to compute, of waiting and of half-computed prompts."""
         if self.waiting_tokens is not None:
             return self.waiting_tokens
-        if not (self.num_waiting or self.num_prefilling):
+        if not self.waits:
             return 0
         return sum(prompt.new_tokens for prompt in self.waiting)
 

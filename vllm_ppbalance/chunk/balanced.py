@@ -1,5 +1,7 @@
 """Balanced: equal micro-batches, as large as the demand asks and no larger."""
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from itertools import islice
 
 from vllm_ppbalance.chunk.guards import decode_share, mean_context, why_fallback
@@ -10,7 +12,7 @@ from vllm_ppbalance.state import PipelineState, Waiting
 
 SETTLING = 0.2  # weight of the newest round in the mean stage time
 NEAR = 0.005  # s; least time to a deadline that a rate is computed from
-FIRST = 64  # waiting prompts whose deadlines are looked at, from the head of the queue
+PERIOD = 4  # steps; a decision holds for a round, and for this long at least
 LITTLE_KV = 2.0  # times `kv_free_threshold`; with less the KV cache counts as seats do
 RISE = 2  # times as many waiting tokens as a round began with: decide anew at once
 
@@ -41,67 +43,72 @@ class BalancedChunk:
         if rates is None and cost_model is not None:
             rates = PrefillRates(settings, cost_model)
         self._rates = rates
-        self._round = _Round([], 0, False, 0)
-        self._next_step = 0
+        self._least = settings.chunk.balanced_min_chunk
+        self._round: _Round | None = None
         self._mean_s: float | None = None  # stage time, over the last rounds
         self._alone: tuple[str, int] = ("", 0)  # the prompt that is alone, and its chunk
         self.reason = ""
 
     def budget(self, state: PipelineState) -> int | None:
         """Tokens for this micro-batch, decodes included."""
-        fallback = why_fallback(self._model)
-        if self._model is None or self._rates is None or fallback:
-            self.reason, self._next_step, self._mean_s = fallback, 0, None
-            return self._settings.chunk.fallback_tokens
-        decodes = decode_share(state)
-        if not state.decodes_alive and state.num_waiting + state.num_prefilling == 1:
+        now, tokens = self._round, state.prefill_backlog()
+        if now is None or not state.step % now.period or tokens > RISE * now.tokens:
+            now = self._round = self._decide(state, tokens)
+            if now is None:
+                return self._settings.chunk.fallback_tokens
+        if now.alone:
             self.reason = "prompt alone"
-            self._next_step = 0
-            return self._chunk_alone(self._model, state)
-        tokens = state.prefill_backlog()
-        if state.step >= self._next_step or tokens > RISE * self._round.tokens:
-            self._next_step = state.step + state.pp_size
-            self._decide(self._rates, state, decodes, tokens)
-        now = self._round
+            return now.alone
         if now.seats_short:
-            tokens = _admissible(state)
-        rounds = self._settings.chunk.balanced_rounds * state.pp_size
-        wanted = decodes * state.tokens_per_decode - int(-tokens // rounds)
+            tokens = now.admissible
+        wanted = decode_share(state) * now.tokens_per_decode - int(-tokens // now.steps)
         self.reason = "no free seats" if now.seats_short else "backlog"
         if wanted > now.cap:
             wanted, self.reason = now.cap, "throughput cap"
         if wanted < now.deadline:
             wanted, self.reason = now.deadline, now.reason
-        wanted = max(wanted, self._settings.chunk.balanced_min_chunk)
-        return next((r.tokens for r in now.rates if r.tokens >= wanted), now.rates[-1].tokens)
+        if wanted < self._least:
+            wanted = self._least
+        sizes = now.sizes
+        return sizes[min(bisect_left(sizes, wanted), len(sizes) - 1)]
 
-    def _decide(
-        self, source: PrefillRates, state: PipelineState, decodes: int, tokens: int
-    ) -> None:
-        """What stays as it is for a round."""
-        rates = list(source.at(state, decodes, int(decodes * mean_context(state))))
+    def _decide(self, state: PipelineState, tokens: int) -> "_Round | None":
+        """What stays as it is for a round; None without a model to trust."""
+        source, fallback = self._rates, why_fallback(self._model)
+        if source is None or fallback:
+            self.reason, self._mean_s = fallback, None
+            return None
+        knobs = self._settings.chunk
+        now = _Round(max(state.pp_size, PERIOD), knobs.balanced_rounds * state.pp_size, tokens)
+        if state.num_waiting + state.num_prefilling == 1 and not state.decodes_alive:
+            now.alone = self._chunk_alone(source.model, state)
+            return now
+        decodes = decode_share(state)
+        rates: Sequence[Rate] = source.at(state, decodes, int(decodes * mean_context(state)))
         rates = self._within_seats(source.model, state, rates)
-        enough = self._settings.chunk.balanced_throughput_ratio * rates[-1].prefill
-        cap = next(r.tokens for r in rates if r.prefill >= enough)
-        seats_short = state.num_waiting > max(state.max_num_seqs - state.num_running, 0)
-        seats_short |= state.kv_free < self._settings.chunk.kv_free_threshold
-        deadline, reason = 0, ""
-        if seats_short:
-            cap = rates[-1].tokens
+        now.sizes = [rate.tokens for rate in rates]
+        now.tokens_per_decode = state.tokens_per_decode
+        enough = knobs.balanced_throughput_ratio * rates[-1].prefill
+        now.cap = next(r.tokens for r in rates if r.prefill >= enough)
+        free_seats = max(state.max_num_seqs - state.num_running, 0)
+        if state.num_waiting > free_seats or state.kv_free < knobs.kv_free_threshold:
+            now.seats_short, now.cap = True, now.sizes[-1]
+            admitted = islice(state.waiting, free_seats + state.num_prefilling)
+            now.admissible = sum(prompt.new_tokens for prompt in admitted)
         elif state.num_waiting:
-            deadline, reason = self._for_deadlines(state, rates)
-        self._round = _Round(rates, cap, seats_short, tokens, deadline, reason)
+            now.deadline, now.reason = self._for_deadlines(state, source.head, rates)
+        return now
 
     def _within_seats(
-        self, model: CostModel, state: PipelineState, rates: list[Rate]
-    ) -> list[Rate]:
+        self, model: CostModel, state: PipelineState, rates: Sequence[Rate]
+    ) -> Sequence[Rate]:
         """Budgets whose stage time lets the decodes alive stay within seats and KV cache."""
-        recent = state.recent
-        if not recent:
+        if not state.recent:
             return rates
-        seconds = sum(
-            model.predict(b.num_tokens, b.prefills, b.num_decodes, b.decode_context) for b in recent
-        ) / len(recent)
+        last = state.recent[-1]
+        seconds = model.predict(
+            last.num_tokens, last.prefills, last.num_decodes, last.decode_context
+        )
         if self._mean_s is not None:
             seconds = self._mean_s + SETTLING * (seconds - self._mean_s)
         self._mean_s = seconds
@@ -109,21 +116,31 @@ class BalancedChunk:
         if state.kv_free < LITTLE_KV * self._settings.chunk.kv_free_threshold:
             taken = max(taken, 1.0 - state.kv_free)
         longest_s = seconds / max(taken, 1e-3)
+        if rates[-1].seconds <= longest_s:
+            return rates
         return [r for r in rates if r.seconds <= longest_s] or rates[:1]
 
-    def _for_deadlines(self, state: PipelineState, rates: list[Rate]) -> tuple[int, str]:
-        """The smallest budget that is fast enough for the waiting prompts, and why; 0 for any."""
+    def _for_deadlines(
+        self, state: PipelineState, head: Sequence[Waiting], rates: Sequence[Rate]
+    ) -> tuple[int, str]:
+        """The smallest budget that is fast enough for the waiting prompts, and why.
+
+        Those behind the `head` of the queue count as if they had just come.
+        """
         slo_ttft = self._settings.slo_ttft
         through_s = state.pp_size * rates[-1].seconds
         in_time_s = self._settings.chunk.balanced_deadline_ratio * slo_ttft - through_s
         lost_s = slo_ttft - through_s
-        tokens, needed, lost = 0, 0.0, False
-        for prompt in islice(state.waiting, FIRST):
-            tokens += prompt.new_tokens
-            if prompt.waited_s >= lost_s:
+        tokens, lost = 0, False
+        needed = state.prefill_backlog() / max(in_time_s, NEAR)
+        for _, new, _, waited_s, _ in head:
+            tokens += new
+            if waited_s >= lost_s:
                 lost = True  # its own target is gone; those behind it wait for it
                 continue
-            needed = max(needed, tokens / max(in_time_s - prompt.waited_s, NEAR))
+            least = tokens / max(in_time_s - waited_s, NEAR)
+            if least > needed:
+                needed = least
         for rate in rates:
             if not lost and rate.prefill >= needed:
                 return rate.tokens, "deadline"
@@ -137,31 +154,34 @@ class BalancedChunk:
 
 
 class _Round:
-    """A round's decision."""
+    """A round's decision; tokens throughout."""
 
-    __slots__ = ("cap", "deadline", "rates", "reason", "seats_short", "tokens")
+    __slots__ = (
+        "admissible",
+        "alone",
+        "cap",
+        "deadline",
+        "period",
+        "reason",
+        "seats_short",
+        "sizes",
+        "steps",
+        "tokens",
+        "tokens_per_decode",
+    )
 
-    def __init__(
-        self,
-        rates: list[Rate],
-        cap: int,
-        seats_short: bool,
-        tokens: int,
-        deadline: int = 0,
-        reason: str = "",
-    ) -> None:
-        self.rates = rates
-        self.cap = cap
-        self.seats_short = seats_short
-        self.tokens = tokens  # prompt tokens at hand when it was made
-        self.deadline = deadline  # least budget, 0 for none
-        self.reason = reason
-
-
-def _admissible(state: PipelineState) -> int:
-    """Tokens of the prompts that are admitted or would find a free seat."""
-    seats = max(state.max_num_seqs - state.num_running, 0) + state.num_prefilling
-    return sum(prompt.new_tokens for prompt in islice(state.waiting, seats))
+    def __init__(self, period: int, steps: int, tokens: int) -> None:
+        self.period = period  # steps it holds for
+        self.steps = steps  # micro-batches over which the prompts go
+        self.tokens = tokens  # at hand when it was made
+        self.tokens_per_decode = 1
+        self.sizes: list[int] = []  # budgets worth giving
+        self.cap = 0
+        self.deadline = 0  # least budget, 0 for any
+        self.reason = ""  # of the deadline
+        self.seats_short = False
+        self.admissible = 0  # of prompts admitted, or with a free seat
+        self.alone = 0  # the chunk of a prompt alone, 0 where none is
 
 
 def fill_and_drain(model: CostModel, prompt: Waiting, state: PipelineState) -> int:
