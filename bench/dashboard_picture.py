@@ -48,10 +48,8 @@ def lines(
         points = [(float(at), float(value)) for at, value in one["values"]]
         points = [(at - start_s, value) for at, value in points if math.isfinite(value)]
         if points:
-            yield (
-                legend(target["legendFormat"], one["metric"]),
-                *map(list, zip(*points, strict=True)),
-            )
+            name = legend(target["legendFormat"], one["metric"])
+            yield name, [at for at, _ in points], [value for _, value in points]
 
 
 def legend(form: str, labels: Mapping[str, str]) -> str:

@@ -151,3 +151,14 @@ def test_the_dashboard_shows_every_exported_series_and_no_other():
     for expression in dashboard_expressions(json.loads(text)):
         used |= set(re.findall(r"\bppbalance_\w+", expression))
     assert used == {series.exported for series in SERIES}
+
+
+def test_every_panel_asks_with_all_its_variables_filled_in():
+    from bench.dashboard_picture import DASHBOARD, legend, query
+
+    expressions = list(dashboard_expressions(json.loads(DASHBOARD.read_text())["panels"]))
+    assert len(expressions) > 20
+    assert not any("$" in query(expression, "20s") for expression in expressions)
+    assert legend("{{kind}} tokens/s {{engine}}", {"kind": "decode", "engine": "1"}) == (
+        "decode tokens/s 1"
+    )

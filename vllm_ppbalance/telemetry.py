@@ -234,17 +234,18 @@ class Telemetry:
 def start_telemetry(own: Controller, vllm_config: Any) -> Telemetry | None:
     """What the settings ask for; None, with one warning, where that fails.
 
-    Data parallel ranks add theirs to the step log's name and to the port.
+    Data parallel ranks but the first add theirs to the step log's name and to the port.
     """
-    settings, parallel = own.settings, vllm_config.parallel_config
-    rank = parallel.data_parallel_rank if parallel.data_parallel_size > 1 else None
+    settings = own.settings
+    # Dense models keep no other trace of their rank in the engine's configuration.
+    rank = getattr(vllm_config.parallel_config, "data_parallel_index", 0)
     path = Path(settings.trace) if settings.trace else None
-    if path is not None and rank is not None:
+    if path is not None and rank:
         path = path.with_name(f"{path.name}.dp{rank}")
     try:
         telemetry = Telemetry(own, path, vllm_config.scheduler_config.max_num_batched_tokens)
         if settings.metrics_port is not None:
-            serve_page(telemetry, settings.metrics_port + (rank or 0))
+            serve_page(telemetry, settings.metrics_port + rank)
     except Exception as error:
         logger.warning("ppbalance: no metrics and no step log: %r. Serving goes on.", error)
         return None
