@@ -17,13 +17,13 @@ from vllm_ppbalance.controller import Controller
 from vllm_ppbalance.metrics import Payload, Totals
 from vllm_ppbalance.metrics_page import serve_page
 from vllm_ppbalance.state import MicroBatch
+from vllm_ppbalance.status_line import StatusLine
 from vllm_ppbalance.step_timer import Step
 from vllm_ppbalance.trace import TraceWriter
 
 logger = logging.getLogger("vllm.ppbalance")
 
 PUBLISH_S = 1.0  # shortest time between two payloads while the engine is busy
-LINE_S = 10.0  # shortest time between two lines of the log
 
 
 class Telemetry:
@@ -43,8 +43,7 @@ class Telemetry:
         self._decodes = [0] * own.pp_size
         self._published_s = float("-inf")
         self._strategy = own.settings.chunk.strategy
-        self._line_s = float("-inf")  # when the next line of the log is due
-        self._line_totals = (own.timer.totals, [0.0] * len(CAUSES), 0.0, 0)
+        self._line = StatusLine(own, self.bubbles)
 
     def completed(self, step: Step, seconds: float | None, now_s: float) -> None:
         """Note a non-empty micro-batch that came back at `now_s`; `seconds` is its stage time."""
@@ -116,8 +115,8 @@ class Telemetry:
             self._write(self.trace, step, batch, (now_s, stage_s, seconds, predicted_s), reason)
         if self._debug:
             self._log_decision(step, batch, reason)
-        if now_s >= self._line_s:
-            self._log_line(now_s)
+        if now_s >= self._line.due_s:
+            self._line.log(now_s, self.budget, decodes)
 
     def _write(
         self,
@@ -209,27 +208,6 @@ class Telemetry:
             gauges["prediction_error_ratio"] = {"": model.mean_error}
         return gauges
 
-    def _log_line(self, now_s: float) -> None:
-        totals, idle_s, work_s, moves = self._line_totals
-        own, bubbles = self.own, self.bubbles
-        first, self._line_s = self._line_s < 0.0, now_s + LINE_S
-        self._line_totals = own.timer.totals, list(bubbles.idle_s), bubbles.work_s, own.num_moves
-        if first:
-            return
-        window = own.timer.totals.since(totals)
-        idle = {c: b - a for c, a, b in zip(CAUSES, idle_s, bubbles.idle_s, strict=True)}
-        ratios = metrics.bubble_ratios(idle, bubbles.work_s - work_s)
-        logger.info(
-            "ppbalance: budget %s tokens, decodes %s, moves %d, mean TTFT %s, mean token gap %s, "
-            "bubbles %s.",
-            self.budget,
-            "/".join(map(str, self._decodes)),
-            own.num_moves - moves,
-            _ms(window.mean_ttft_s),
-            _ms(window.mean_gap_s),
-            ", ".join(f"{cause} {share:.1%}" for cause, share in ratios.items()) or "unknown",
-        )
-
 
 def start_telemetry(own: Controller, vllm_config: Any) -> Telemetry | None:
     """What the settings ask for; None, with one warning, where that fails.
@@ -250,7 +228,3 @@ def start_telemetry(own: Controller, vllm_config: Any) -> Telemetry | None:
         logger.warning("ppbalance: no metrics and no step log: %r. Serving goes on.", error)
         return None
     return telemetry
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1e3 * seconds:.1f} ms"
