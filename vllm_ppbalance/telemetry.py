@@ -39,6 +39,7 @@ class Telemetry:
         self.budget = max_budget  # tokens, of the newest decision
         self.trace = self._open(trace_path, max_budget) if trace_path else None
         self.broken = False
+        self.failed = False  # stock scheduling took over
         self._debug = logger.isEnabledFor(logging.DEBUG)
         self._decodes = [0] * own.pp_size
         self._published_s = float("-inf")
@@ -59,8 +60,9 @@ class Telemetry:
 
         `result` is what `update_from_output()` gives; `failed`: stock scheduling took over.
         """
+        self.failed = failed
         if idle or self.own.clock.monotonic() - self._published_s >= PUBLISH_S:
-            self._guard(self._attach, result, failed)
+            self._guard(self._attach, result)
 
     def close(self) -> None:
         """Finish the step log."""
@@ -163,14 +165,14 @@ class Telemetry:
             0 if decision is None else len(decision.hold),
         )
 
-    def _attach(self, result: Mapping[int, Any], failed: bool) -> None:
+    def _attach(self, result: Mapping[int, Any]) -> None:
         self._published_s = self.own.clock.monotonic()
         if not self.own.settings.metrics:
             return
         for outputs in result.values():
             # vLLM gives its statistics to one of its API servers; None where they are disabled.
             if outputs.scheduler_stats is not None:
-                payload = self.totals.payload(self.counters(), self.gauges(failed))
+                payload = self.totals.payload(self.counters(), self.gauges())
                 outputs.scheduler_stats.ppbalance = payload
 
     def counters(self) -> Payload:
@@ -184,8 +186,8 @@ class Telemetry:
             "trace_dropped_records": {"": self.trace.dropped if self.trace else 0},
         }
 
-    def gauges(self, failed: bool) -> Payload:
-        """All gauges but the means over time; `failed` says that stock scheduling took over."""
+    def gauges(self) -> Payload:
+        """All gauges but the means over time."""
         own, settings = self.own, self.own.settings
         model, target_s = own.cost_model, getattr(own.chunk, "target_s", None)
         gauges: Payload = {
@@ -196,7 +198,7 @@ class Telemetry:
             "waiting_prompt_tokens": {"": float(own.backlog.waiting_tokens)},
             "kv_free_ratio": {"": own.kv_free},
             "fallback": {
-                metrics.STOCK: float(failed),
+                metrics.STOCK: float(self.failed),
                 metrics.FIXED_BUDGET: float(model is not None and not own.predicts),
             },
         }
