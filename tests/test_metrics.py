@@ -108,6 +108,7 @@ def test_several_api_servers_show_one_sum(tmp_path):
 def test_a_port_of_its_own_shows_the_sums_and_a_taken_port_is_no_failure(caplog):
     telemetry = Telemetry(Controller(Settings(), 2, "step"), max_budget=2048)
     telemetry.totals.steps = 9
+    telemetry.attach({}, failed=True, idle=True)
     port = free_port()
     server = serve_page(telemetry, port)
     try:
@@ -119,6 +120,7 @@ def test_a_port_of_its_own_shows_the_sums_and_a_taken_port_is_no_failure(caplog)
         server.server_close()
     assert shown["ppbalance_steps_total",] == 9.0
     assert shown["ppbalance_token_budget",] == 2048.0
+    assert shown["ppbalance_fallback", ("kind", "stock")] == 1.0
     assert [r.levelname for r in caplog.records].count("WARNING") == 1
 
 
@@ -127,7 +129,7 @@ def test_every_sum_is_a_series_and_no_series_is_without_a_source():
     telemetry = Telemetry(Controller(Settings(), 2, "step"), max_budget=2048)
     telemetry.totals.rounds = 1
     telemetry.bubbles.work_s = 1.0
-    part = telemetry.totals.payload(telemetry.counters(), telemetry.gauges(failed=False))
+    part = telemetry.totals.payload(telemetry.counters(), telemetry.gauges())
     named = {series.name for series in SERIES}
     assert set(part) <= named
     assert named - set(part) == {"target_stage_seconds", "prediction_error_ratio"}
@@ -151,3 +153,14 @@ def test_the_dashboard_shows_every_exported_series_and_no_other():
     for expression in dashboard_expressions(json.loads(text)):
         used |= set(re.findall(r"\bppbalance_\w+", expression))
     assert used == {series.exported for series in SERIES}
+
+
+def test_every_panel_asks_with_all_its_variables_filled_in():
+    from bench.dashboard_picture import DASHBOARD, legend, query
+
+    expressions = list(dashboard_expressions(json.loads(DASHBOARD.read_text())["panels"]))
+    assert len(expressions) > 20
+    assert not any("$" in query(expression, "20s") for expression in expressions)
+    assert legend("{{kind}} tokens/s {{engine}}", {"kind": "decode", "engine": "1"}) == (
+        "decode tokens/s 1"
+    )

@@ -2,6 +2,7 @@
 
 import logging
 from time import perf_counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,10 @@ from bench.vllm_harness import VllmAdapter, build_scheduler
 from tests.worlds import ASYNC, MODES, SYNC, batch_of, serve, settings, stage_s
 from vllm_ppbalance import Scheduler, metrics_seam
 from vllm_ppbalance.bubble_estimate import CAUSES
+from vllm_ppbalance.config import Settings
+from vllm_ppbalance.controller import Controller
 from vllm_ppbalance.metrics import bubble_ratios
+from vllm_ppbalance.telemetry import start_telemetry
 
 pytestmark = pytest.mark.scheduler
 REQUESTS = 24
@@ -141,6 +145,18 @@ def test_metrics_can_be_turned_off():
     assert payloads == []
 
 
+def test_each_data_parallel_rank_writes_a_step_log_of_its_own(tmp_path):
+    own = Controller(Settings(trace=str(tmp_path / "steps.jsonl")), 2, "step")
+    for rank in range(3):
+        config = SimpleNamespace(
+            parallel_config=SimpleNamespace(data_parallel_index=rank),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+        )
+        start_telemetry(own, config).close()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"steps.jsonl", "steps.jsonl.dp1", "steps.jsonl.dp2"}
+
+
 def test_failing_metrics_end_neither_the_requests_nor_the_policies(logged):
     world = engine(**ASYNC)
     scheduler = world.scheduler
@@ -213,5 +229,5 @@ def test_a_payload_takes_under_a_millisecond():
     telemetry = engine(**SYNC).scheduler.telemetry
     started = perf_counter()
     for _ in range(100):
-        telemetry.totals.payload(telemetry.counters(), telemetry.gauges(failed=False))
+        telemetry.totals.payload(telemetry.counters(), telemetry.gauges())
     assert (perf_counter() - started) / 100 < 1e-3

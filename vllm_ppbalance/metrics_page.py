@@ -20,7 +20,7 @@ class Sums(Protocol):
     def counters(self) -> Payload:
         """All counters as they stand."""
 
-    def gauges(self, failed: bool) -> Payload:
+    def gauges(self) -> Payload:
         """All gauges."""
 
 
@@ -74,7 +74,7 @@ class _Collector:
         self._sums = sums
 
     def collect(self) -> Iterator[Any]:
-        values = self._sums.counters() | self._sums.gauges(failed=False)
+        values = self._sums.counters() | self._sums.gauges()
         for series in SERIES:
             if series.name in values:
                 yield _family(series, values[series.name])

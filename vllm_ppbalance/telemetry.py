@@ -17,13 +17,13 @@ from vllm_ppbalance.controller import Controller
 from vllm_ppbalance.metrics import Payload, Totals
 from vllm_ppbalance.metrics_page import serve_page
 from vllm_ppbalance.state import MicroBatch
+from vllm_ppbalance.status_line import StatusLine
 from vllm_ppbalance.step_timer import Step
 from vllm_ppbalance.trace import TraceWriter
 
 logger = logging.getLogger("vllm.ppbalance")
 
 PUBLISH_S = 1.0  # shortest time between two payloads while the engine is busy
-LINE_S = 10.0  # shortest time between two lines of the log
 
 
 class Telemetry:
@@ -39,12 +39,12 @@ class Telemetry:
         self.budget = max_budget  # tokens, of the newest decision
         self.trace = self._open(trace_path, max_budget) if trace_path else None
         self.broken = False
+        self.failed = False  # stock scheduling took over
         self._debug = logger.isEnabledFor(logging.DEBUG)
         self._decodes = [0] * own.pp_size
         self._published_s = float("-inf")
         self._strategy = own.settings.chunk.strategy
-        self._line_s = float("-inf")  # when the next line of the log is due
-        self._line_totals = (own.timer.totals, [0.0] * len(CAUSES), 0.0, 0)
+        self._line = StatusLine(own, self.bubbles)
 
     def completed(self, step: Step, seconds: float | None, now_s: float) -> None:
         """Note a non-empty micro-batch that came back at `now_s`; `seconds` is its stage time."""
@@ -60,8 +60,9 @@ class Telemetry:
 
         `result` is what `update_from_output()` gives; `failed`: stock scheduling took over.
         """
+        self.failed = failed
         if idle or self.own.clock.monotonic() - self._published_s >= PUBLISH_S:
-            self._guard(self._attach, result, failed)
+            self._guard(self._attach, result)
 
     def close(self) -> None:
         """Finish the step log."""
@@ -116,8 +117,8 @@ class Telemetry:
             self._write(self.trace, step, batch, (now_s, stage_s, seconds, predicted_s), reason)
         if self._debug:
             self._log_decision(step, batch, reason)
-        if now_s >= self._line_s:
-            self._log_line(now_s)
+        if now_s >= self._line.due_s:
+            self._line.log(now_s, self.budget, decodes)
 
     def _write(
         self,
@@ -164,14 +165,14 @@ class Telemetry:
             0 if decision is None else len(decision.hold),
         )
 
-    def _attach(self, result: Mapping[int, Any], failed: bool) -> None:
+    def _attach(self, result: Mapping[int, Any]) -> None:
         self._published_s = self.own.clock.monotonic()
         if not self.own.settings.metrics:
             return
         for outputs in result.values():
             # vLLM gives its statistics to one of its API servers; None where they are disabled.
             if outputs.scheduler_stats is not None:
-                payload = self.totals.payload(self.counters(), self.gauges(failed))
+                payload = self.totals.payload(self.counters(), self.gauges())
                 outputs.scheduler_stats.ppbalance = payload
 
     def counters(self) -> Payload:
@@ -185,8 +186,8 @@ class Telemetry:
             "trace_dropped_records": {"": self.trace.dropped if self.trace else 0},
         }
 
-    def gauges(self, failed: bool) -> Payload:
-        """All gauges but the means over time; `failed` says that stock scheduling took over."""
+    def gauges(self) -> Payload:
+        """All gauges but the means over time."""
         own, settings = self.own, self.own.settings
         model, target_s = own.cost_model, getattr(own.chunk, "target_s", None)
         gauges: Payload = {
@@ -197,7 +198,7 @@ class Telemetry:
             "waiting_prompt_tokens": {"": float(own.backlog.waiting_tokens)},
             "kv_free_ratio": {"": own.kv_free},
             "fallback": {
-                metrics.STOCK: float(failed),
+                metrics.STOCK: float(self.failed),
                 metrics.FIXED_BUDGET: float(model is not None and not own.predicts),
             },
         }
@@ -209,47 +210,23 @@ class Telemetry:
             gauges["prediction_error_ratio"] = {"": model.mean_error}
         return gauges
 
-    def _log_line(self, now_s: float) -> None:
-        totals, idle_s, work_s, moves = self._line_totals
-        own, bubbles = self.own, self.bubbles
-        first, self._line_s = self._line_s < 0.0, now_s + LINE_S
-        self._line_totals = own.timer.totals, list(bubbles.idle_s), bubbles.work_s, own.num_moves
-        if first:
-            return
-        window = own.timer.totals.since(totals)
-        idle = {c: b - a for c, a, b in zip(CAUSES, idle_s, bubbles.idle_s, strict=True)}
-        ratios = metrics.bubble_ratios(idle, bubbles.work_s - work_s)
-        logger.info(
-            "ppbalance: budget %s tokens, decodes %s, moves %d, mean TTFT %s, mean token gap %s, "
-            "bubbles %s.",
-            self.budget,
-            "/".join(map(str, self._decodes)),
-            own.num_moves - moves,
-            _ms(window.mean_ttft_s),
-            _ms(window.mean_gap_s),
-            ", ".join(f"{cause} {share:.1%}" for cause, share in ratios.items()) or "unknown",
-        )
-
 
 def start_telemetry(own: Controller, vllm_config: Any) -> Telemetry | None:
     """What the settings ask for; None, with one warning, where that fails.
 
-    Data parallel ranks add theirs to the step log's name and to the port.
+    Data parallel ranks but the first add theirs to the step log's name and to the port.
     """
-    settings, parallel = own.settings, vllm_config.parallel_config
-    rank = parallel.data_parallel_rank if parallel.data_parallel_size > 1 else None
+    settings = own.settings
+    # Dense models keep no other trace of their rank in the engine's configuration.
+    rank = getattr(vllm_config.parallel_config, "data_parallel_index", 0)
     path = Path(settings.trace) if settings.trace else None
-    if path is not None and rank is not None:
+    if path is not None and rank:
         path = path.with_name(f"{path.name}.dp{rank}")
     try:
         telemetry = Telemetry(own, path, vllm_config.scheduler_config.max_num_batched_tokens)
         if settings.metrics_port is not None:
-            serve_page(telemetry, settings.metrics_port + (rank or 0))
+            serve_page(telemetry, settings.metrics_port + rank)
     except Exception as error:
         logger.warning("ppbalance: no metrics and no step log: %r. Serving goes on.", error)
         return None
     return telemetry
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1e3 * seconds:.1f} ms"

@@ -67,6 +67,11 @@ class TraceWriter:
         else:
             self._buffer.append(record)
 
+    @property
+    def pending(self) -> int:
+        """Records that are not written yet."""
+        return len(self._buffer)
+
     def close(self, limit_s: float = CLOSE_S) -> None:
         """Write what is left, waiting for the disk at most `limit_s` seconds."""
         self._closing.set()
