@@ -22,11 +22,13 @@ LARGEST = {
     "fixed": "chunk.fixed_tokens (or --max-num-batched-tokens)",
     "greedy": "chunk.greedy_max_chunk",
     "alp": "chunk.alp_chunk_max",
+    "balanced": "chunk.balanced_tpot_ratio",
     "spread": "chunk.spread_tpot_ratio",
     "equal_latency": "chunk.equal_first_chunk",
     "throttle": "chunk.throttle_max_prefill",
 }
 EVENER = {
+    "balanced": "raise chunk.balanced_rounds",
     "spread": "raise chunk.spread_rounds",
     "throttle": "raise chunk.throttle_iterations",
 }

@@ -54,7 +54,7 @@ def result_of(
     return {
         "key": spec.key,
         "spec": spec.as_json(),
-        "effective_settings": own.settings.model_dump(mode="json") if own else None,
+        "effective_settings": _settings(own) if own else None,
         "versions": versions(),
         "workload": {
             "sha256": workload_hash(requests),
@@ -70,6 +70,13 @@ def result_of(
         "num_moves": own.num_moves if own else 0,
         "preemptions": sum(step.preemptions for step in run.steps),
     }
+
+
+def _settings(controller: Any) -> dict[str, Any]:
+    """Without the folder of the profiles, which is another one in each run."""
+    settings: dict[str, Any] = controller.settings.model_dump(mode="json")
+    settings["profiling"].pop("directory")
+    return settings
 
 
 def _measures(records: list[RequestRecord], num_sent: int, slo: Slo) -> dict[str, Any]:

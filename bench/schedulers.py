@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from bench.baselines import baseline
-from bench.policies import Policy
 from bench.sim_spec import SimSpec
 from bench.vllm_harness import build_scheduler
 from vllm_ppbalance.plugin import stock_scheduler_class
@@ -49,9 +49,12 @@ def _timed(stock: type) -> type:
     return type(f"Timed{stock.__name__}", (_TimedMixin, stock), {})
 
 
-def make_scheduler(spec: SimSpec, max_model_len: int) -> Any:
-    """The scheduler that `spec` asks for. A smaller budget leaves `max_num_batched_tokens` alone,
-    as a plugin would; one above it raises ValueError."""
+def make_scheduler(spec: SimSpec, max_model_len: int, profiles: Path | None = None) -> Any:
+    """The scheduler that `spec` asks for, with its measured stage times in the folder `profiles`.
+
+    A smaller budget leaves `max_num_batched_tokens` alone, as a plugin would; one above it raises
+    ValueError.
+    """
     budget = spec.policy.budget
     if budget is not None and budget > spec.max_num_batched_tokens:
         raise ValueError(
@@ -61,7 +64,7 @@ def make_scheduler(spec: SimSpec, max_model_len: int) -> Any:
 
     def scheduler_cls(*, vllm_config: Any, **kwargs: Any) -> Any:
         stock = _timed(stock_scheduler_class(vllm_config))
-        return _policy_class(spec.policy, stock)(vllm_config=vllm_config, **kwargs)
+        return _policy_class(spec, stock, profiles)(vllm_config=vllm_config, **kwargs)
 
     on_gpu = spec.mode == "async"
     scheduler = build_scheduler(
@@ -78,11 +81,32 @@ def make_scheduler(spec: SimSpec, max_model_len: int) -> Any:
     )
     if budget is not None:
         scheduler.max_num_scheduled_tokens = budget
+    if spec.predictor_scale != 1.0 and hasattr(scheduler, "ppbalance"):
+        _skew(scheduler.ppbalance, spec.predictor_scale)
     return scheduler
 
 
-def _policy_class(policy: Policy, stock: type) -> Any:
+def _skew(controller: Any, scale: float) -> None:
+    """Every answer of the cost models in use becomes `scale` times itself; they learn as ever."""
+    use_model = controller.use_model
+
+    def skewed(model: Any) -> Any:
+        predict = model.predict
+        model.predict = lambda *args: scale * predict(*args)
+        return model
+
+    controller.use_model = lambda model, store: use_model(skewed(model), store)
+    if controller.cost_model is not None:
+        skewed(controller.cost_model)
+
+
+def _policy_class(spec: SimSpec, stock: type, profiles: Path | None) -> Any:
+    policy = spec.policy
     if policy.scheduler != "ours":
         return baseline(policy.scheduler, stock)
-    # Settings of the environment are left out: a run depends on its spec alone.
-    return balanced_class(stock, load_settings({"ppbalance": policy.settings}, {}).settings)
+    # The targets it is judged by, unless the policy names others. Settings of the environment are
+    # left out: a run depends on its spec alone.
+    own = {"slo_ttft": spec.slo.ttft_s, "slo_tpot": spec.slo.tpot_s, **policy.settings}
+    if profiles is not None:
+        own["profiling"] = {**own.get("profiling", {}), "directory": str(profiles)}
+    return balanced_class(stock, load_settings({"ppbalance": own}, {}).settings)

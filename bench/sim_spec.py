@@ -58,6 +58,8 @@ class SimSpec(_Model):
     standard deviation of the logarithm of each stage time. A run that is cut at `time_limit_s`
     counts what it left unfinished as a missed SLO. Relative workload paths are looked up in the
     data folder. `pipeline_overhead` applies `bench.pipeline_overhead` where it knows the profile.
+    With `cold_start` the plugin has no stage times measured before the first request.
+    `predictor_scale` multiplies whatever the plugin's cost model answers, so that it stays wrong.
     """
 
     workload: WorkloadSpec
@@ -75,6 +77,8 @@ class SimSpec(_Model):
     prefix_caching: bool = False
     host: HostModel = HostModel()
     pipeline_overhead: bool = True
+    cold_start: bool = False
+    predictor_scale: Annotated[float, Field(ge=0.1, le=10.0)] = 1.0
     noise: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     seed: int = 0
     slo: Slo = Slo()

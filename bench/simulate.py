@@ -18,6 +18,7 @@ from bench.schedulers import make_scheduler
 from bench.sim_spec import SimSpec
 from bench.sim_world import build_workload, make_pipeline, sent
 from bench.vllm_harness import VllmAdapter
+from bench.warm_start import profile_folder
 from bench.workloads import BenchRequest
 
 __all__ = ["Outcome", "PolicyFailedError", "build_workload", "simulate"]
@@ -73,8 +74,21 @@ def simulate(
     """
     started = perf_counter()
     requests = build_workload(spec, data) if requests is None else requests
-    longest = max(r.prompt_tokens + r.output_tokens for r in requests)
-    scheduler = make_scheduler(spec, max(LONG, longest))
+    longest = max(LONG, *(r.prompt_tokens + r.output_tokens for r in requests))
+    with profile_folder(spec, longest) as profiles:
+        return _simulate(spec, requests, longest, profiles, keep_rows, progress, started)
+
+
+def _simulate(
+    spec: SimSpec,
+    requests: Sequence[BenchRequest],
+    max_model_len: int,
+    profiles: Path | None,
+    keep_rows: bool,
+    progress: Callable[[float], None] | None,
+    started: float,
+) -> Outcome:
+    scheduler = make_scheduler(spec, max_model_len, profiles)
     pipeline = make_pipeline(spec)
     clock = VirtualClock()
     rows: list[tuple[str, ...]] = []
@@ -102,6 +116,8 @@ def simulate(
             )
         stages = [[Busy(*interval) for interval in stage] for stage in pipeline.intervals]
         records = finished(requests, run)
+        if profiles is not None and scheduler.ppbalance.saver is not None:
+            scheduler.ppbalance.saver.close()  # before its folder goes
         result = result_of(spec, scheduler, requests, records, run, stages)
     return Outcome(spec, result, real_costs(scheduler, run, started), records, run, stages, rows)
 

@@ -10,7 +10,7 @@ from bench.sim_spec import SimSpec
 
 PRESETS = Path(__file__).resolve().parent.parent / "configs" / "sweeps"
 _CAUSES = ("prefill_prefill", "prefill_decode", "decode_decode", "starved")
-_FIELDS = ("title", "base", "policies", "workloads", "rates")
+_FIELDS = ("title", "base", "policies", "judged", "workloads", "rates")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +27,16 @@ class Sweep:
 
     title: str
     cases: tuple[Case, ...]
+    judged: tuple[str, ...] = ()  # policies that are compared with the best of the others
 
 
 def load_sweep(name: str, *, files: bool = True) -> Sweep:
     """A sweep from a YAML file, or from a preset by its name.
 
-    Its fields are title, base (fields of every run), policies, workloads (label, workload, and
-    fields that override base), and rates, each of which every workload then gets. Without `files`
-    trace files are replaced by the committed models of their lengths. Raises ValueError.
+    Its fields are title, base (fields of every run), policies, judged (names of policies to compare
+    with the best of the others), workloads (label, workload, and fields that override base), and
+    rates, each of which every workload then gets. Without `files` trace files are replaced by the
+    committed models of their lengths. Raises ValueError.
     """
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
@@ -66,7 +68,8 @@ def make_sweep(fields: Mapping[str, Any], *, files: bool = True) -> Sweep:
             shown = label if rate is None else f"{label}, {rate:g} req/s"
             run = {**fields.get("base", {}), **own, "workload": sent}
             cases += [Case(shown, make_spec(run, policy)) for policy in fields["policies"]]
-    return Sweep(str(fields.get("title", "Sweep")), tuple(cases))
+    judged = tuple(map(str, fields.get("judged", ())))
+    return Sweep(str(fields.get("title", "Sweep")), tuple(cases), judged)
 
 
 def at_rate(workload: Mapping[str, Any], rate: float) -> dict[str, Any]:
@@ -97,6 +100,28 @@ def markdown_table(cases: Sequence[Case], results: Sequence[Mapping[str, Any]]) 
         cells.append(f"{pipeline['bubble_ratio']:.3f}")
         cells += [f"{pipeline['bubble_ratio_by_cause'][cause]:.3f}" for cause in _CAUSES]
         lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def margins(cases: Sequence[Case], results: Sequence[Mapping[str, Any]], policy: str) -> str:
+    """Attainment of `policy` beside the best of the others, a row a workload; losses say so."""
+    attained: dict[str, dict[str, float]] = {}
+    for case, result in zip(cases, results, strict=True):
+        row = attained.setdefault(case.label, {})
+        row[case.spec.policy.name] = float(result["measures"]["slo_attainment"])
+    lines = [
+        f"| workload | {policy} | best of the others | difference, points |",
+        "|---|---:|---|---:|",
+    ]
+    for label, row in attained.items():
+        # A policy's variants ("balanced in order of arrival") are not its rivals.
+        others = {
+            name: value for name, value in row.items() if name.split()[0] != policy.split()[0]
+        }
+        best = max(others, key=lambda name: others[name])
+        points = 100.0 * (row[policy] - others[best])
+        shown = f"{points:+.1f}" if points > -0.05 else f"**{points:+.1f} (loss)**"
+        lines.append(f"| {label} | {row[policy]:.3f} | {others[best]:.3f} ({best}) | {shown} |")
     return "\n".join(lines)
 
 
@@ -140,4 +165,6 @@ def report(sweep: Sweep, results: Sequence[Mapping[str, Any]], command: str, *, 
             f"| {label} | {workload['num_requests']} | {rate:.2f} | {slos[label].ttft_s:g} "
             f"| {slos[label].tpot_s:g} | `{workload['sha256'][:12]}` |"
         )
+    for name in sweep.judged:
+        lines += ["", margins(sweep.cases, results, name)]
     return "\n".join([*lines, "", markdown_table(sweep.cases, results), ""])

@@ -22,12 +22,19 @@ step() { # name limit_s command...
 
 schedulers_of() { # version; the sources stand before the installed release
     local version="$1"
-    step "vLLM $version: which one is imported" 120 \
-        env PYTHONPATH="$ROOT/.vllm/$version" VLLM_TARGET_DEVICE=cpu "$BIN/python" -c \
-        "import vllm; print(vllm.__version__, vllm.__file__); assert vllm.__version__ == '$version'"
-    step "vLLM $version: scheduler tests" 600 \
-        env PYTHONPATH="$ROOT/.vllm/$version" VLLM_TARGET_DEVICE=cpu \
-        "$BIN/python" -m pytest -q -m scheduler --benchmark-disable
+    export PYTHONPATH="$ROOT/.vllm/$version" VLLM_TARGET_DEVICE=cpu
+    timeout 120 "$BIN/python" -c "import vllm; print(vllm.__version__, vllm.__file__)
+assert vllm.__version__ == '$version'" &&
+        timeout --signal=INT --kill-after=60 700 \
+            "$BIN/python" -m pytest -q -m scheduler --benchmark-disable
+}
+
+finished() { # name pid log
+    local word=passed
+    wait "$2" || { word=FAILED FAILED=1; }
+    echo "== $1"
+    cat "$3"
+    SUMMARY+=("$(printf '%-44s %s' "$1" "$word")")
 }
 
 bash bench/setup_env.sh
@@ -43,8 +50,13 @@ step "vLLM 0.32.0: which one is imported" 120 "$BIN/python" -c \
 step "vLLM 0.32.0: all tests without real engines" 600 "$BIN/python" -m pytest -q -m "not real_vllm"
 step "vLLM 0.32.0: real engines" 1100 "$BIN/python" -m pytest -v -m real_vllm --durations=10
 step "fetch the oldest and the newest vLLM" 900 bash tests/fetch_vllm.sh
-schedulers_of 0.23.0
-schedulers_of 0.33.0
+# Both at a time: each keeps one core busy.
+schedulers_of 0.23.0 >out/oldest.log 2>&1 </dev/null &
+OLDEST=$!
+schedulers_of 0.33.0 >out/newest.log 2>&1 </dev/null &
+NEWEST=$!
+finished "vLLM 0.23.0: scheduler tests" "$OLDEST" out/oldest.log
+finished "vLLM 0.33.0: scheduler tests" "$NEWEST" out/newest.log
 
 echo
 echo "== summary, ${SECONDS} s"

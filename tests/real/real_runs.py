@@ -31,6 +31,11 @@ PREDICTIVE: dict[str, dict[str, Any]] = {
         "alp_chunk_step": 64,
     },
     "spread": {"strategy": "spread", "fallback_tokens": FALLBACK_TOKENS, "spread_min_chunk": 8},
+    "balanced": {
+        "strategy": "balanced",
+        "fallback_tokens": FALLBACK_TOKENS,
+        "balanced_min_chunk": 8,
+    },
     "equal_latency": {
         "strategy": "equal_latency",
         "equal_first_chunk": FIRST_CHUNK,
@@ -48,6 +53,7 @@ COMBINATIONS = [
     *((chunk, other) for chunk in CHUNKS for other in ("off", "even_share", "threshold")),
     ("alp", "auto"),
     ("spread", "tiered"),
+    ("balanced", "even_share"),
     ("equal_latency", "even_share"),
 ]
 # So short that every prompt is late at once, however fast the machine: `alp` then takes the largest
@@ -127,6 +133,9 @@ def check_chunks(chunk: str, rows: list[dict[str, Any]]) -> None:
         assert ALP_MIN <= min(by_reason[bound]) <= max(by_reason[bound]) < ALP_MAX
     elif chunk == "spread":
         assert reasons <= {"backlog", "throughput cap", "smallest chunk"}
+        assert len({row["budget"] for row in made}) > 2
+    elif chunk == "balanced":
+        assert not any(reason.startswith("fallback") for reason in reasons)
         assert len({row["budget"] for row in made}) > 2
     elif chunk == "equal_latency":
         assert reasons <= {"equal latency", "in company", "no prompt", "short rest"}
