@@ -119,6 +119,26 @@ def test_the_same_spec_gives_the_same_bytes_in_another_process(tmp_path):
     assert json.loads(out.with_suffix(".real.json").read_text())["wall_s"] > 0.0
 
 
+def test_a_run_starts_from_an_idle_start_of_its_own_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    spec = small_spec("ours:balanced/even_share")
+    other = small_spec("ours:alp/even_share", profile="h200_qwen2.5-14b")
+    first = simulate(spec).to_json()
+    simulate(other)
+    assert simulate(spec).to_json() == first
+    cold = simulate(spec.model_copy(update={"cold_start": True})).result
+    reasons = cold["effective_settings"], json.loads(first)["effective_settings"]
+    assert reasons[0] == reasons[1]
+    assert cold["measures"] != json.loads(first)["measures"]
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_a_predictor_that_is_wrong_stays_wrong():
+    right = small_spec("ours:balanced/even_share")
+    wrong = simulate(right.model_copy(update={"predictor_scale": 4.0}))
+    assert wrong.result["measures"] != simulate(right).result["measures"]
+
+
 def test_another_seed_gives_other_noise():
     first, second = (simulate(small_spec(noise=0.1, seed=seed)) for seed in (0, 1))
     assert first.result["measures"]["e2el_s"] != second.result["measures"]["e2el_s"]

@@ -64,7 +64,7 @@ class Auto:
         plan = self._plan
         if plan is None:
             return NOBODY if model.trusted else self._by_count(state)
-        if state.num_ready < 2:
+        if state.num_ready < 2 or _all_carry_prompts(state, plan):
             return NOBODY
         read = ready_context(state, plan.context)
         before_s = _seconds(model, state, state.num_ready, read)
@@ -161,6 +161,20 @@ class Auto:
         free = self._free(state, reversed(state.ready) if missed else state.ready)
         few = islice(free, count + count // 2 + FEW_MORE)
         return sorted(few, key=lambda d: (d.holds_in_a_row, -slack_s(d, now_s, slo)))
+
+
+def _all_carry_prompts(state: PipelineState, plan: RoundPlan) -> bool:
+    """Whether this micro-batch's prompt tokens are no reason to hold: the next ones have as many.
+
+    Its decodes are not too many either; the tile is looked at elsewhere.
+    """
+    prompt = state.planned_prefill
+    return (
+        bool(prompt)
+        and not plan.parks
+        and state.num_ready <= plan.share
+        and state.prefill_backlog() >= state.pp_size * prompt
+    )
 
 
 def _seconds(model: CostModel, state: PipelineState, decodes: int, context: int) -> float:
