@@ -63,6 +63,7 @@ def test_prompts_are_spread_over_four_rounds_beside_the_decodes():
     policy = balanced()
     assert policy.budget(pipeline(prompts(4, 1024))) == 320  # 8 + 4096 / 16 = 264, on the grid
     assert policy.reason == "backlog"
+    assert policy.target_s == pytest.approx(FIXED_S + 320 * TOKEN_S)
 
 
 def test_with_nothing_to_compute_the_budget_is_the_smallest():
@@ -104,6 +105,15 @@ def test_a_deadline_that_a_smaller_budget_meets_gets_no_larger_one():
 def test_a_round_stays_within_the_tpot_target_whatever_waits(slo_tpot):
     budget = balanced(slo_tpot=slo_tpot).budget(pipeline(prompts(500, 2000, waited_s=3.0)))
     assert 4 * Stage().predict(budget, ((budget - 8, 0),), 8, 800) <= 0.95 * slo_tpot
+
+
+def test_a_target_that_decodes_alone_miss_does_not_choke_the_prompts():
+    stage = Stage()
+    decodes_s = stage.predict(200, (), 200, 20_000)
+    policy = balanced(stage, slo_tpot=decodes_s / 10)
+    budget = policy.budget(pipeline(prompts(50), (200, 200, 200, 200), num_running=300))
+    seconds = stage.predict(budget, ((budget - 200, 0),), 200, 20_000)
+    assert 1.1 * decodes_s < seconds <= 1.25 * decodes_s
 
 
 def test_no_budget_is_given_that_a_smaller_one_outruns():

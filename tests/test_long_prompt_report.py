@@ -55,3 +55,12 @@ def test_the_predictors_report_says_which_data_is_missing(tmp_path, capsys):
     assert predictor.main([str(tmp_path), "--out", str(tmp_path / "out.md")]) == 2
     assert "h200x2_pp2" in capsys.readouterr().err
     assert not (tmp_path / "out.md").exists()
+
+
+@pytest.mark.parametrize("tokens", [8_192, 32_768])
+def test_balanced_cuts_a_lone_prompt_as_well_as_the_best_fixed_chunk(tokens):
+    fixed = [
+        run_alone(PROFILE, 4, {"strategy": "fixed", "fixed_tokens": chunk}, tokens).ttft_s
+        for chunk in (384, 512, 768, 1024, 1536)
+    ]
+    assert run_alone(PROFILE, 4, {"strategy": "balanced"}, tokens).ttft_s <= 1.03 * min(fixed)

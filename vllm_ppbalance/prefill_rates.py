@@ -23,6 +23,7 @@ STALE = 0.1
 LEAST_CHANGE = (4, 8192, 1024, 2048)  # decodes, tokens they read, mean prefix, head's prefix
 HEAD = 16  # prompts at the head of the queue that are looked at
 LONG_PREFIX = 4096  # tokens; from here on a chunk's own prefix is looked at as well
+ROOM = 1.25  # times the decodes' own time that a micro-batch may take in any case
 LONGEST = 2.0  # most times the bound that a chunk at its own prefix may take
 
 
@@ -68,7 +69,11 @@ class PrefillRates:
         predict, pp_size = self.model.predict, state.pp_size
         decode_tokens = decodes * state.tokens_per_decode
         bound_s = self._settings.chunk.balanced_tpot_ratio * self._settings.slo_tpot / pp_size
-        if not decodes:
+        if decodes:
+            # Where decodes alone hardly keep the target, small budgets would only lose TTFT too.
+            alone_s = predict(decode_tokens, (), decodes, context)
+            bound_s = max(bound_s, ROOM * alone_s)
+        else:
             bound_s = float("inf")  # nobody's token waits
         rates: list[Rate] = []
         fastest = 0.0

@@ -48,6 +48,7 @@ class BalancedChunk:
         self._mean_s: float | None = None  # stage time, over the last rounds
         self._alone: tuple[str, int] = ("", 0)  # the prompt that is alone, and its chunk
         self.reason = ""
+        self.target_s: float | None = None  # stage time of the last budget, if filled
 
     def budget(self, state: PipelineState) -> int | None:
         """Tokens for this micro-batch, decodes included."""
@@ -57,7 +58,7 @@ class BalancedChunk:
             if now is None:
                 return self._settings.chunk.fallback_tokens
         if now.alone:
-            self.reason = "prompt alone"
+            self.reason, self.target_s = "prompt alone", None
             return now.alone
         if now.seats_short:
             tokens = now.admissible
@@ -70,13 +71,15 @@ class BalancedChunk:
         if wanted < self._least:
             wanted = self._least
         sizes = now.sizes
-        return sizes[min(bisect_left(sizes, wanted), len(sizes) - 1)]
+        index = min(bisect_left(sizes, wanted), len(sizes) - 1)
+        self.target_s = now.seconds[index]
+        return sizes[index]
 
     def _decide(self, state: PipelineState, tokens: int) -> "_Round | None":
         """What stays as it is for a round; None without a model to trust."""
         source, fallback = self._rates, why_fallback(self._model)
         if source is None or fallback:
-            self.reason, self._mean_s = fallback, None
+            self.reason, self._mean_s, self.target_s = fallback, None, None
             return None
         knobs = self._settings.chunk
         now = _Round(max(state.pp_size, PERIOD), knobs.balanced_rounds * state.pp_size, tokens)
@@ -87,6 +90,7 @@ class BalancedChunk:
         rates: Sequence[Rate] = source.at(state, decodes, int(decodes * mean_context(state)))
         rates = self._within_seats(source.model, state, rates)
         now.sizes = [rate.tokens for rate in rates]
+        now.seconds = [rate.seconds for rate in rates]
         now.tokens_per_decode = state.tokens_per_decode
         enough = knobs.balanced_throughput_ratio * rates[-1].prefill
         now.cap = next(r.tokens for r in rates if r.prefill >= enough)
@@ -164,6 +168,7 @@ class _Round:
         "period",
         "reason",
         "seats_short",
+        "seconds",
         "sizes",
         "steps",
         "tokens",
@@ -176,6 +181,7 @@ class _Round:
         self.tokens = tokens  # at hand when it was made
         self.tokens_per_decode = 1
         self.sizes: list[int] = []  # budgets worth giving
+        self.seconds: list[float] = []  # their stage times
         self.cap = 0
         self.deadline = 0  # least budget, 0 for any
         self.reason = ""  # of the deadline
