@@ -134,7 +134,8 @@ def test_a_run_starts_from_an_idle_start_of_its_own_and_leaves_nothing(tmp_path,
 
 
 def test_a_predictor_that_is_wrong_stays_wrong():
-    right = small_spec("ours:balanced/even_share")
+    burst = {"num_prompts": 40, "rate": 400.0, "prompt_range": [1500, 2000]}
+    right = small_spec("ours:balanced/even_share", burst)
     wrong = simulate(right.model_copy(update={"predictor_scale": 4.0}))
     assert wrong.result["measures"] != simulate(right).result["measures"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 import urllib.error
 import urllib.request
@@ -156,6 +157,8 @@ def top(url: str, every_s: float, once: bool, say: Callable[[str], None] = print
         say(f"ppbalance: top needs {error.name}: pip install rich prometheus_client")
         return 1
     console = Console()
+    # A shell that starts it in the background leaves Ctrl-C ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         page = read_page(url)
         if once:
