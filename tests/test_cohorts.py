@@ -129,3 +129,16 @@ def test_every_live_decode_is_in_exactly_one_place(events, pp_size, by_step):
             preempted.discard(request_id)
             newest.pop(request_id, None)
             aborted.add(request_id)
+
+
+def test_released_decodes_are_ready_at_once_and_nothing_stays_behind():
+    cohorts = Cohorts(4, by_step=True)
+    run(cohorts, 1, ["a", "b", "c"])
+    cohorts.begin_step(5, ())
+    cohorts.hold({"a": 2, "b": 3}, 5)
+    run(cohorts, 5, ["c"])
+    cohorts.begin_step(6, ["c"])
+    assert cohorts.release() == {"a", "b"}
+    assert cohorts.ready == {"a", "b"}
+    assert cohorts.parked == {}
+    assert cohorts.release() == set()

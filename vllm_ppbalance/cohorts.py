@@ -69,6 +69,13 @@ class Cohorts:
             self.parked.setdefault(step + steps, set()).add(request_id)
             self.holds_in_a_row[request_id] = self.holds_in_a_row.get(request_id, 0) + steps
 
+    def release(self) -> set[str]:
+        """All held decodes are ready again; returns them."""
+        released = set[str]().union(*self.parked.values())
+        self.parked.clear()
+        self.ready |= released
+        return released
+
     def forget(self, request_id: str) -> bool:
         """Drop a request that finished or lost its KV blocks; True if it was being held."""
         self.ready.discard(request_id)

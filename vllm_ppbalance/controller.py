@@ -31,6 +31,7 @@ logger = logging.getLogger("vllm.ppbalance")
 WELL_FED = 2000  # samples
 SAY_EVERY_S = 10.0  # whether predictions are followed is said at most this often
 STEADY_ROUNDS = 16
+FEW = 2  # ready decodes
 CALM_ROUNDS = 4  # without admission after a preemption, while decodes run
 
 
@@ -124,6 +125,20 @@ class Controller:
         level = logging.WARNING if model.profiled or model.num_samples else logging.INFO
         text = "ppbalance: fixed budget, predictions are not followed: %s."
         logger.log(level, text, self._health)
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether the step about to be formed may have nothing to run but decodes that are held.
+
+        A ready one may have its last token in flight.
+        """
+        cohorts = self.cohorts
+        return bool(
+            cohorts.parked
+            and len(cohorts.ready) <= FEW
+            and not self.prefilling
+            and not self.backlog.waiting_tokens
+        )
 
     def steady(self, step: int) -> bool:
         """Whether `step` needs no decision: nothing waits, and its decodes are last round's.

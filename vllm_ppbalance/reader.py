@@ -57,7 +57,7 @@ def ready_decodes(
     ready, holds = cohorts.ready, cohorts.holds_in_a_row
     for request in reversed(scheduler.running) if reverse else scheduler.running:
         name = request.request_id
-        if name in ready and _can_decode(request, step):
+        if name in ready and can_decode(request, step):
             yield Decode(
                 name,
                 request.num_computed_tokens,
@@ -68,7 +68,8 @@ def ready_decodes(
             )
 
 
-def _can_decode(request: Any, step: int) -> bool:
+def can_decode(request: Any, step: int) -> bool:
+    """Whether vLLM would schedule this running request's next token in `step`."""
     in_flight = request.num_output_placeholders
     if in_flight and request.num_output_tokens + in_flight >= request.max_tokens:
         return False  # its last token is on its way

@@ -6,7 +6,7 @@ With `reader.py` the only place that knows the fields of vLLM's scheduler and re
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from functools import cache
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -17,12 +17,14 @@ from vllm_ppbalance.controller import Controller
 from vllm_ppbalance.profiling import ProfileRun, finish, prepare
 from vllm_ppbalance.reader import (
     cadence,
+    can_decode,
     can_reorder,
     new_tokens,
     read_state,
     reorder,
     smallest_budget,
 )
+from vllm_ppbalance.rows import NOBODY, read_rows
 from vllm_ppbalance.startup_profile import own_request
 from vllm_ppbalance.state import Decision, MicroBatch
 from vllm_ppbalance.step_timer import Step
@@ -36,7 +38,6 @@ logger = logging.getLogger("vllm.ppbalance")
 
 # A request can leave `running` on ways we are not told of (streaming sessions, cache resets).
 RESYNC_STEPS = 64
-NOBODY: Set[str] = frozenset()
 
 
 class PPBalanceMixin:
@@ -154,6 +155,8 @@ class PPBalanceMixin:
         if self.finished_req_ids:
             own.finished(self.finished_req_ids)
         own.cohorts.begin_step(step, self.finished_req_ids)
+        if own.may_be_empty:
+            self._release_if_empty(step)
         if not step % RESYNC_STEPS:
             own.cohorts.ready.intersection_update(r.request_id for r in self.running)
         self._decision = None
@@ -168,59 +171,37 @@ class PPBalanceMixin:
         run = self._profile_run
         self.max_num_scheduled_tokens = run.profile.budget if run else decision.budget
 
+    def _release_if_empty(self, step: int) -> None:
+        """Let all held decodes run if nothing else can: those they made room for are gone."""
+        cohorts = self.ppbalance.cohorts
+        ready = (self.requests.get(request_id) for request_id in cohorts.ready)
+        if any(request is not None and can_decode(request, step) for request in ready):
+            return
+        for request_id in cohorts.release():
+            request = self.requests.get(request_id)
+            if request is not None:
+                request.next_decode_eligible_step = step
+
     def _after(self, output: Any) -> None:
         own, step = self.ppbalance, self.current_step
-        tokens: Mapping[str, int] = output.num_scheduled_tokens
-        if not tokens:
+        if not output.num_scheduled_tokens:
             own.timer.scheduled(Step(output, step, NOBODY, NOBODY, None, 0.0))
             return
-        ran = tokens.keys()
-        prompts = self._prompts(output, ran)
-        cached = output.scheduled_cached_reqs
-        context = sum(cached.num_computed_tokens)
-        decode_tokens = output.total_num_scheduled_tokens
-        decodes: Set[str] = ran
-        next_decodes, firsts, prefills = set(ran), set(), []
-        if prompts:
-            # A prompt without a token yet adds no gap; a recomputed one must not.
-            if self.num_spec_tokens or not own.timer.last_token_s.keys().isdisjoint(prompts):
-                decodes = ran - prompts
-            own.left_queue(prompts)
-            for new_request in output.scheduled_new_reqs:
-                request = self.requests[new_request.req_id]
-                own.backlog.admitted(request.num_tokens, new_request.num_computed_tokens)
-        prefilling = own.prefilling
-        for request_id in prompts:
-            request, new = self.requests[request_id], tokens[request_id]
-            before = request.num_computed_tokens - new
-            prefills.append((new, before))
-            decode_tokens -= new
-            if request_id in prefilling or request_id in cached.resumed_req_ids:
-                context -= before
-            if request.is_prefill_chunk:
-                prefilling.add(request_id)
-                next_decodes.discard(request_id)
-            else:
-                prefilling.discard(request_id)
-                if not request.num_output_tokens:
-                    firsts.add(request_id)
-        num_decodes = len(ran) - len(prompts)
-        batch = MicroBatch(
-            step, len(ran), num_decodes, decode_tokens, context, tuple(prefills), len(next_decodes)
+        rows = read_rows(self, own, output)
+        now_s, measuring = own.clock.monotonic(), self._profile_run is not None
+        own.timer.scheduled(
+            Step(
+                output,
+                step,
+                rows.decodes,
+                rows.firsts,
+                rows.batch,
+                now_s,
+                self._decision,
+                measuring,
+            )
         )
-        now_s = own.clock.monotonic()
-        own.timer.scheduled(Step(output, step, decodes, firsts, batch, now_s, self._decision))
-        own.cohorts.scheduled(Flight(batch, next_decodes), ran)
-
-    def _prompts(self, output: Any, ran: Set[str]) -> Set[str]:
-        """Rows that were still computing their prompt: new, resumed, or chunked before."""
-        resumed: Set[str] = output.scheduled_cached_reqs.resumed_req_ids
-        prefilling = self.ppbalance.prefilling
-        if not (output.scheduled_new_reqs or resumed or prefilling):
-            return NOBODY
-        prompts = prefilling & ran
-        prompts.update(new.req_id for new in output.scheduled_new_reqs)
-        return prompts | resumed
+        own.cohorts.scheduled(Flight(rows.batch, rows.next_decodes), rows.ran)
 
     def _observe(self, output: Any, result: Mapping[int, Any]) -> None:
         own = self.ppbalance
@@ -231,10 +212,13 @@ class PPBalanceMixin:
         seconds = own.timer.stage_s(step, now_s)
         if step.batch is None:
             return
-        if self.telemetry is not None:
-            self.telemetry.completed(step, seconds, now_s)
         if seconds is not None:
             self._learn(step.batch, seconds, now_s)
+        if step.measuring:
+            own.cohorts.completed(step.step)
+            return
+        if self.telemetry is not None:
+            self.telemetry.completed(step, seconds, now_s)
         produced = new_tokens(result, step.decodes) if self.num_spec_tokens else None
         own.timer.decode_tokens(step.decodes, now_s, produced)
         if step.firsts:

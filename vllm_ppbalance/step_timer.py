@@ -20,6 +20,7 @@ class Step(NamedTuple):
     batch: MicroBatch | None  # None for an empty one
     submitted_s: float
     decision: Decision | None = None  # None where none was needed
+    measuring: bool = False  # prompts of our own: nobody waits for it
 
 
 class StepTimer:

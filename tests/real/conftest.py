@@ -36,4 +36,5 @@ def switching(tmp_path: Path) -> dict[str, str]:
     return {
         "SWITCH_FILE": str(tmp_path / "switch.json"),
         "BENCH_STEPS": str(tmp_path / "steps.jsonl"),
+        "PPBALANCE_PROFILING__MODE": "off",  # its prompts would be among the rows
     }

