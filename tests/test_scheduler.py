@@ -380,7 +380,7 @@ def test_the_state_says_what_the_scheduler_holds():
     assert last.totals.gaps > 400
 
 
-HOOKS = ["_before", "_after", "_observe", "_prompts", "_forget_preempted"]
+HOOKS = ["_before", "_after", "_observe", "_forget_preempted", "read_state", "read_rows"]
 
 
 @each_mode
@@ -388,20 +388,21 @@ HOOKS = ["_before", "_after", "_observe", "_prompts", "_forget_preempted"]
 def test_a_failure_of_ours_is_logged_once_and_leaves_stock_scheduling(
     mode, hook, monkeypatch, caplog
 ):
-    from vllm_ppbalance.scheduler import PPBalanceMixin
+    from vllm_ppbalance import scheduler
 
+    owner = scheduler.PPBalanceMixin if hook.startswith("_") else scheduler
     requests = short_kv_load(0)
     options = {"pp_size": 4, "num_gpu_blocks": 60, **mode}
     stock = serve(requests, stock=True, **options)
-    original, calls = getattr(PPBalanceMixin, hook), []
+    original, calls = getattr(owner, hook), []
 
-    def fails_later(self, *args):
+    def fails_later(*args):
         calls.append(hook)
         if len(calls) > 5:
             raise RuntimeError("planted")
-        return original(self, *args)
+        return original(*args)
 
-    monkeypatch.setattr(PPBalanceMixin, hook, fails_later)
+    monkeypatch.setattr(owner, hook, fails_later)
     monkeypatch.setattr("vllm_ppbalance.scheduler.logger.propagate", True)
     with caplog.at_level("ERROR"):
         ours = serve(requests, additional_config=settings(rebalance="even_share"), **options)
