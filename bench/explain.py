@@ -67,7 +67,7 @@ def summarise(log: StepLog) -> Summary:
     """The numbers that the findings rest on."""
     batches, first, last = log.batches, log.batches[0], log.batches[-1]
     *_, (_, estimate) = replayed(log)
-    prefills = [b.prefill_tokens for b in batches if b.prefills]
+    prefills = [b.shape.prefill_tokens for b in batches if b.prefills]
     left = [b for b in batches if b.waiting_tokens and b.budget]
     predicted = [b for b in batches if b.clear and b.predicted_s and b.stage_s > 0.0]
     kv_threshold = log.settings["chunk"]["kv_free_threshold"]
@@ -83,7 +83,7 @@ def summarise(log: StepLog) -> Summary:
         fmean(prefills) if prefills else 0.0,
         len(prefills) / len(batches),
         sum(b.waiting > 0 for b in batches) / len(batches),
-        _mean(sum(b.num_tokens >= FULL * (b.budget or 0) for b in left), len(left)) or 0.0,
+        _mean(sum(b.shape.num_tokens >= FULL * (b.budget or 0) for b in left), len(left)) or 0.0,
         sum(b.kv_free < kv_threshold for b in batches) / len(batches),
         _mean(
             sum(abs((b.predicted_s or 0.0) / b.stage_s - 1.0) for b in predicted), len(predicted)

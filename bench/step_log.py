@@ -42,14 +42,9 @@ class LoggedMicroBatch:
     gaps: int
 
     @property
-    def prefill_tokens(self) -> int:
-        """Prompt tokens it carried."""
-        return sum(new for new, _ in self.prefills)
-
-    @property
-    def num_tokens(self) -> int:
-        """All tokens it carried."""
-        return self.decode_tokens + self.prefill_tokens
+    def shape(self) -> BatchShape:
+        """What it asked of a stage."""
+        return BatchShape(self.prefills, self.decodes, self.decode_tokens, self.decode_context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +109,7 @@ def replayed(log: StepLog) -> Iterator[tuple[LoggedMicroBatch, BubbleEstimate]]:
     """Each micro-batch with the account of the stages' idle time up to and with it."""
     estimate = BubbleEstimate(log.pp_size)
     for batch in log.batches:
-        prefill = batch.prefill_tokens > 0
+        prefill = batch.shape.prefill_tokens > 0
         estimate.completed(batch.start_s, batch.stage_s, batch.done_s, prefill)
         yield batch, estimate
 
@@ -129,10 +124,7 @@ def timeline_of(log: StepLog, title: str) -> Timeline:
         for rows, left_s in zip(stages, estimate.left_s, strict=True):
             rows.append(Busy(batch.step, left_s - took_s - origin_s, left_s - origin_s))
         idle_s, work_s = sum(estimate.idle_s), estimate.work_s
-    shapes = {
-        b.step: BatchShape(b.prefills, b.decodes, b.decode_tokens, b.decode_context)
-        for b in log.batches
-    }
+    shapes = {b.step: b.shape for b in log.batches}
     counters = [
         (b.submitted_s - origin_s, {"waiting": b.waiting, "held": b.held, "budget": b.budget or 0})
         for b in log.batches

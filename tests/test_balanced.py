@@ -74,7 +74,7 @@ def test_the_cap_is_where_more_tokens_win_little():
     policy = balanced(slo_ttft=3600.0)
     budget = policy.budget(pipeline(prompts(100, 1000)))
     assert policy.reason == "throughput cap"
-    rates = PrefillRates(Settings(), Stage()).at(pipeline(), 8, 800)
+    rates = PrefillRates(Settings(), Stage()).at(pipeline())
     best = rates[-1].prefill
     slower = [r for r in rates if r.tokens < budget]
     assert all(r.prefill < 0.9 * best for r in slower)
@@ -95,7 +95,7 @@ def test_a_deadline_that_a_smaller_budget_meets_gets_no_larger_one():
     # 20,000 tokens, 0.8 s left: about 25,000 tokens a second.
     late = policy.budget(pipeline(prompts(20, 1000, waited_s=0.0)))
     assert policy.reason == "deadline"
-    rates = {r.tokens: r.prefill for r in PrefillRates(Settings(), Stage()).at(pipeline(), 8, 800)}
+    rates = {r.tokens: r.prefill for r in PrefillRates(Settings(), Stage()).at(pipeline())}
     smaller = [size for size in rates if size < late]
     assert rates[late] >= 20_000 / 1.0
     assert all(rates[size] < 20_000 / 0.7 for size in smaller)
@@ -195,3 +195,22 @@ def test_any_state_gets_a_budget_within_vllms(cohorts, lengths, running, kv_free
         assert isinstance(budget, int)
         assert 1 <= budget <= max_budget
         assert policy.reason
+
+
+def test_what_the_model_has_learnt_since_changes_the_budget_under_the_same_load():
+    policy = balanced(stage := Stage())
+    waiting = prompts(500, 2000, waited_s=3.0)
+    before = policy.budget(pipeline(waiting, step=100))
+    stage.tile = 1536  # the GPU is another one now
+    for step in range(104, 104 + 4 * 20, 4):
+        after = policy.budget(pipeline(waiting, step=step))
+    assert before % 1536
+    assert after == 1536
+
+
+def test_another_prompt_alone_gets_a_chunk_of_its_own_at_once():
+    policy = balanced()
+    policy.budget(pipeline(prompts(1, 128_000), (0, 0, 0, 0), step=100))
+    short = [Waiting("other", 2000, 0, 0.0)]
+    budget = policy.budget(pipeline(short, (0, 0, 0, 0), step=101))
+    assert budget == balanced().budget(pipeline(short, (0, 0, 0, 0), step=101))

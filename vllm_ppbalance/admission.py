@@ -7,10 +7,12 @@ late, puts off the longest so far, which leaves the fewest late jobs there can b
 
 from collections.abc import Iterable
 from heapq import heappop, heappush
+from itertools import islice
 from typing import NamedTuple
 
 from vllm_ppbalance.config import Settings
-from vllm_ppbalance.state import Order
+from vllm_ppbalance.prefill_rates import PrefillRates
+from vllm_ppbalance.state import Order, PipelineState
 
 
 class Pace(NamedTuple):
@@ -25,11 +27,24 @@ class Pace(NamedTuple):
 NO_CHANGE = Order()
 
 
+def pace_of(
+    state: PipelineState, rates: PrefillRates, budget: int | None, cached_share: float
+) -> Pace:
+    """The pace at `budget` tokens a micro-batch, or at the fastest one for None."""
+    known = rates.at(state)
+    best = known[-1]
+    if budget is not None:
+        best = next((r for r in reversed(known) if r.tokens <= budget), known[0])
+    admitted = islice(state.waiting, state.num_prefilling)  # the first ones of `waiting`
+    ahead = sum(prompt.new_tokens for prompt in admitted)
+    return Pace(best.prefill, state.pp_size * best.seconds, ahead, 1.0 - cached_share)
+
+
 class OnTimeFirst:
     """Keeps the waiting requests that can be in time before those that cannot.
 
     A request that is put off stays behind until it is admitted: when no other one waits, or from
-    `admission_late_share` of the prompt tokens computed, oldest first, so nobody waits for ever.
+    `admission.late_share` of the prompt tokens computed, oldest first, so nobody waits for ever.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -110,7 +125,8 @@ class OnTimeFirst:
         if before is not None and computed > before:
             self._credit += self._late_share * (computed - before)
         first = []
-        for request_id, tokens in list(self._late.items()):
+        while self._late:
+            request_id, tokens = next(iter(self._late.items()))
             if self._credit < tokens:
                 break
             self._credit -= tokens

@@ -5,10 +5,9 @@ import time
 from collections.abc import Collection, Mapping
 from math import inf
 
-from vllm_ppbalance.admission import NO_CHANGE, OnTimeFirst, Pace
+from vllm_ppbalance.admission import NO_CHANGE, OnTimeFirst, pace_of
 from vllm_ppbalance.backlog import Backlog
 from vllm_ppbalance.chunk import make_chunk_policy
-from vllm_ppbalance.chunk.guards import decode_share, mean_context
 from vllm_ppbalance.cohorts import Cohorts
 from vllm_ppbalance.config import Settings
 from vllm_ppbalance.cost_model import CostModel
@@ -180,15 +179,9 @@ class Controller:
             return NO_CHANGE
         if state.step % self.pp_size or state.step < self._calm_until:
             return NO_CHANGE
-        decodes = decode_share(state)
-        known = rates.at(state, decodes, int(decodes * mean_context(state)))
-        best = known[-1]
-        if self.settings.chunk.strategy != "balanced":  # it gives the budget whatever is due
-            best = next((r for r in reversed(known) if r.tokens <= budget), known[0])
-        backlog = self.backlog
-        uncached = 1.0 - backlog.cached_share
-        ahead = state.prefill_backlog() - int(backlog.waiting_tokens * uncached)
-        pace = Pace(best.prefill, state.pp_size * best.seconds, ahead, uncached)
+        # `balanced` goes as fast as what is due needs, the others at the budget they give.
+        limit = None if self.settings.chunk.strategy == "balanced" else budget
+        pace = pace_of(state, rates, limit, self.backlog.cached_share)
         computed = state.arrived_tokens - state.prefill_backlog()
         return admission.order(pace, self.clock.time(), computed)
 

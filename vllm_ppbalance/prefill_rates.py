@@ -20,6 +20,7 @@ FASTER = 1.02  # a larger budget is worth giving from this on
 SLOWER = 1.005  # a budget that takes no longer than this times a smaller one replaces it
 # Rates are computed again from a change of a load by this share, and by this much at least.
 STALE = 0.1
+FRESH_ROUNDS = 16  # the cost model learns: rates are computed again after so many at the latest
 LEAST_CHANGE = (4, 8192, 1024, 2048)  # decodes, tokens they read, mean prefix, head's prefix
 HEAD = 16  # prompts at the head of the queue that are looked at
 LONG_PREFIX = 4096  # tokens; from here on a chunk's own prefix is looked at as well
@@ -48,18 +49,22 @@ class PrefillRates:
         self.model = model
         self._rates: list[Rate] = []
         self._load = (0.0, 0.0, 0.0, 0.0)
-        self._step = -1
+        self._step = self._fresh_until = -1
         self.head: list[Waiting] = []  # the first HEAD prompts, as last read
 
-    def at(self, state: PipelineState, decodes: int, context: int) -> Sequence[Rate]:
-        """Ascending and never empty; beside `decodes` that read `context` tokens in all."""
+    def at(self, state: PipelineState) -> Sequence[Rate]:
+        """Ascending and never empty; beside this step's share of the decodes."""
         if state.step != self._step:
             self._step = state.step
             self.head = list(islice(state.waiting, HEAD)) if state.waits else []
             head, mean = prefixes(self.head)
+            decodes = state.decode_share
+            context = int(decodes * state.mean_context)
             load = (float(decodes), float(context), mean, float(head))
-            if not self._rates or any(map(_changed, load, self._load, LEAST_CHANGE)):
+            changed = any(map(_changed, load, self._load, LEAST_CHANGE))
+            if changed or state.step >= self._fresh_until:
                 self._load = load
+                self._fresh_until = state.step + FRESH_ROUNDS * state.pp_size
                 self._rates = self._compute(state, decodes, context, int(mean), head)
         return self._rates
 

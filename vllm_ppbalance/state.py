@@ -176,6 +176,18 @@ class PipelineState(NamedTuple):
         return alive + sum(self.parked.values())
 
     @property
+    def decode_share(self) -> int:
+        """Live decodes / pp_size for this step; the remainder rotates over the steps."""
+        share, rest = divmod(self.decodes_alive, self.pp_size)
+        return share + (self.step % self.pp_size < rest)
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens a decode reads, on average over the recent micro-batches."""
+        decodes = sum(batch.num_decodes for batch in self.recent)
+        return sum(batch.decode_context for batch in self.recent) / decodes if decodes else 0.0
+
+    @property
     def waits(self) -> bool:
         """Whether there are prompts to compute, waiting or half computed."""
         return bool(self.num_waiting or self.num_prefilling)

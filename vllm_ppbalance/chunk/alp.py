@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from math import inf
 
-from vllm_ppbalance.chunk.guards import at_least_requests, low_kv_chunk, mean_context, why_fallback
+from vllm_ppbalance.chunk.guards import at_least_requests, low_kv_chunk, why_fallback
 from vllm_ppbalance.config import Settings
 from vllm_ppbalance.cost_model import CostModel
 from vllm_ppbalance.state import PipelineState, Waiting
@@ -73,7 +73,7 @@ class AlpChunk:
         """First candidate that is fast enough, else the largest that keeps TPOT, else the least."""
         longest_s = self._settings.chunk.alp_slo_tpot_coeff * self._settings.slo_tpot
         decodes = state.decodes_alive / state.pp_size
-        context = decodes * mean_context(state)
+        context = decodes * state.mean_context
         safe = 0
         for chunk in self._candidates:
             seconds = _mean_seconds(model, state.pp_size, chunk, decodes, context, waiting)

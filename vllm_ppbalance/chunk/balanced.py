@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import islice
 
-from vllm_ppbalance.chunk.guards import decode_share, mean_context, why_fallback
+from vllm_ppbalance.chunk.guards import why_fallback
 from vllm_ppbalance.config import Settings
 from vllm_ppbalance.cost_model import CostModel
 from vllm_ppbalance.prefill_rates import SIZES, PrefillRates, Rate
@@ -53,7 +53,12 @@ class BalancedChunk:
     def budget(self, state: PipelineState) -> int | None:
         """Tokens for this micro-batch, decodes included."""
         now, tokens = self._round, state.prefill_backlog()
-        if now is None or not state.step % now.period or tokens > RISE * now.tokens:
+        if (
+            now is None
+            or not state.step % now.period
+            or tokens > RISE * now.tokens
+            or (now.alone and state.num_waiting)  # another one came
+        ):
             now = self._round = self._decide(state, tokens)
             if now is None:
                 return self._settings.chunk.fallback_tokens
@@ -62,7 +67,7 @@ class BalancedChunk:
             return now.alone
         if now.seats_short:
             tokens = now.admissible
-        wanted = decode_share(state) * now.tokens_per_decode - int(-tokens // now.steps)
+        wanted = state.decode_share * now.tokens_per_decode - int(-tokens // now.steps)
         self.reason = "no free seats" if now.seats_short else "backlog"
         if wanted > now.cap:
             wanted, self.reason = now.cap, "throughput cap"
@@ -86,9 +91,7 @@ class BalancedChunk:
         if state.num_waiting + state.num_prefilling == 1 and not state.decodes_alive:
             now.alone = self._chunk_alone(source.model, state)
             return now
-        decodes = decode_share(state)
-        rates: Sequence[Rate] = source.at(state, decodes, int(decodes * mean_context(state)))
-        rates = self._within_seats(source.model, state, rates)
+        rates = self._within_seats(source.model, state, source.at(state))
         now.sizes = [rate.tokens for rate in rates]
         now.seconds = [rate.seconds for rate in rates]
         now.tokens_per_decode = state.tokens_per_decode

@@ -25,15 +25,3 @@ def why_fallback(model: CostModel | None) -> str:
     """Why a policy must give its fixed budget and not follow `model`; empty if it need not."""
     health = "there is no cost model" if model is None else model.health
     return f"fallback: {health}" if health else ""
-
-
-def decode_share(state: PipelineState) -> int:
-    """Live decodes / pp_size for this step; the remainder rotates over the steps."""
-    share, rest = divmod(state.decodes_alive, state.pp_size)
-    return share + (state.step % state.pp_size < rest)
-
-
-def mean_context(state: PipelineState) -> float:
-    """Tokens a decode reads, on average over the recent micro-batches."""
-    decodes = sum(batch.num_decodes for batch in state.recent)
-    return sum(batch.decode_context for batch in state.recent) / decodes if decodes else 0.0

@@ -1,6 +1,6 @@
 """Spread: the waiting prompt tokens evenly over the next rounds, no more than pays."""
 
-from vllm_ppbalance.chunk.guards import decode_share, mean_context, why_fallback
+from vllm_ppbalance.chunk.guards import why_fallback
 from vllm_ppbalance.config import Settings
 from vllm_ppbalance.cost_model import CostModel
 from vllm_ppbalance.state import PipelineState
@@ -32,7 +32,7 @@ class SpreadChunk:
         if self._model is None or fallback:
             self.reason = fallback
             return knobs.fallback_tokens
-        decodes = decode_share(state)
+        decodes = state.decode_share
         if state.step >= self._next_step:
             self._next_step = state.step + state.pp_size
             self._cap = self._best_cap(self._model, state, decodes)
@@ -46,7 +46,7 @@ class SpreadChunk:
 
     def _best_cap(self, model: CostModel, state: PipelineState, decodes: int) -> int:
         knobs = self._settings.chunk
-        context = int(decodes * mean_context(state))
+        context = int(decodes * state.mean_context)
         least_s = knobs.spread_tpot_ratio * self._settings.slo_tpot / state.pp_size
         caps: list[tuple[int, float]] = []  # (budget, prefill tokens a second)
         for step in STEPS:

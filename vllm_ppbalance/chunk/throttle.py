@@ -4,7 +4,6 @@ Source: gLLM, "Global Balanced Pipeline Parallelism Systems for Distributed LLMs
 Throttling" (SC 2025).
 """
 
-from vllm_ppbalance.chunk.guards import decode_share
 from vllm_ppbalance.config import Settings
 from vllm_ppbalance.state import PipelineState
 
@@ -30,4 +29,4 @@ class ThrottleChunk:
             self.reason = "kv room" if most else "kv reserve"
         else:
             self.reason = "backlog" if wanted == share else "least prefill"
-        return max(decode_share(state) + round(min(wanted, most)), 1)
+        return max(state.decode_share + round(min(wanted, most)), 1)
