@@ -2,16 +2,11 @@
 
 import json
 import time
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.measures import RequestRecord
 from bench.workloads import BenchRequest
 
 SHAPES = {
@@ -70,6 +65,16 @@ class LiveEngine:
         self.scheduler = self.core.scheduler
         self._number = 0
 
+    @property
+    def busy(self) -> bool:
+        """Whether there is a request, or a micro-batch in flight."""
+        return bool(self.scheduler.has_requests() or self.core.batch_queue)
+
+    def on_workers(self, function: Any) -> list[Any]:
+        """What `function(worker)` gives in each worker."""
+        answers: list[Any] = self.core.model_executor.collective_rpc(function)
+        return answers
+
     def step(self) -> list[tuple[str, int, bool]]:
         """One turn of the engine: (request id, new tokens, finished) of each row with output."""
         outputs, executed = self.core.step_fn()
@@ -103,122 +108,50 @@ class LiveEngine:
         return name
 
     def use(self, setting: dict[str, Any]) -> None:
-        """Change the scheduler's settings; the engine must be idle."""
-        from vllm_ppbalance.controller import Controller
-        from vllm_ppbalance.reader import cadence, smallest_budget
-        from vllm_ppbalance.sources import load_settings
+        """Change the scheduler's settings; the engine must be idle.
 
-        scheduler = self.scheduler
-        budget = setting.get("stock")
+        `stock` is a token budget of vLLM's own scheduling, `ppbalance` our settings. An engine
+        with one stage has vLLM's own scheduler and takes only `stock`.
+        """
+        scheduler, budget = self.scheduler, setting.get("stock")
+        if not hasattr(scheduler, "ppbalance"):
+            if budget is None:
+                raise ValueError(f"{setting}: one stage: only a stock budget can be set")
+            scheduler.max_num_scheduled_tokens = budget
+            return
         scheduler.ppbalance_failed = budget is not None
         scheduler._stock_budget = budget or 8192
         scheduler.max_num_scheduled_tokens = scheduler._stock_budget
-        if budget is not None:
-            return
-        old = scheduler.ppbalance
-        settings = load_settings({"ppbalance": setting.get("ppbalance", {})}, {}).settings
+        if budget is None:
+            self._renew(setting.get("ppbalance", {}))
+
+    def _renew(self, own: dict[str, Any]) -> None:
+        from vllm_ppbalance.admission import OnTimeFirst
+        from vllm_ppbalance.controller import Controller
+        from vllm_ppbalance.reader import cadence, smallest_budget
+        from vllm_ppbalance.sources import load_settings
+        from vllm_ppbalance.telemetry import start_telemetry
+
+        scheduler = self.scheduler
+        old, settings = scheduler.ppbalance, load_settings({"ppbalance": own}, {}).settings
         new = Controller(settings, old.pp_size, cadence(scheduler.vllm_config))
         new.budget_floor = smallest_budget(scheduler)
+        if settings.admission.strategy == "on_time":
+            new.admission = OnTimeFirst(settings)
         if old.saver is not None and old.cost_model is not None:
             new.use_model(old.cost_model, old.saver.store)
         scheduler.ppbalance = new
-
-
-def serve(live: LiveEngine, requests: list[BenchRequest], limit_s: float) -> dict[str, Any]:
-    """Serve `requests` in real time; records, steps, and microseconds inside schedule()."""
-    served: dict[str, Served] = {}
-    waiting = deque(sorted(requests, key=lambda request: request.arrival_s))
-    steps: list[dict[str, float]] = []
-    started, wall = time.monotonic(), time.time()
-    with watched(live.scheduler, steps):
-        while waiting or live.scheduler.has_requests() or live.core.batch_queue:
-            now_s = time.monotonic() - started
-            if now_s > limit_s:
-                raise TimeoutError(f"{len(served)} requests not served within {limit_s} s")
-            while waiting and waiting[0].arrival_s <= now_s:
-                request = waiting.popleft()
-                name = live.add(request, wall + request.arrival_s)
-                served[name] = Served(name, request.arrival_s, request.prompt_tokens)
-            if not (live.scheduler.has_requests() or live.core.batch_queue):
-                time.sleep(min(max(waiting[0].arrival_s - now_s, 0.0), 0.01))
-                continue
-            rows = live.step()
-            now_s = time.monotonic() - started
-            for name, count, _ in rows:
-                if name in served and count:
-                    served[name].note(count, now_s)
-    records = [one.record() for one in served.values()]
-    return {"wall_s": time.monotonic() - started, "records": records, "steps": steps}
-
-
-@dataclass
-class Served:
-    """What came back of one request; times in seconds since the run began."""
-
-    name: str
-    arrival_s: float
-    prompt_tokens: int
-    first_s: float = 0.0
-    last_s: float = 0.0
-    tokens: int = 0
-
-    def note(self, count: int, now_s: float) -> None:
-        """Count new tokens."""
-        self.first_s = self.first_s if self.tokens else now_s
-        self.last_s = now_s
-        self.tokens += count
-
-    def record(self) -> RequestRecord:
-        """As `bench.measures` takes it."""
-        return RequestRecord(
-            self.name, self.arrival_s, self.first_s, self.last_s, self.prompt_tokens, self.tokens
-        )
-
-
-@contextmanager
-def watched(scheduler: Any, steps: list[dict[str, float]]) -> Iterator[None]:
-    """Logs each schedule(): tokens, decodes, running, waiting, microseconds of ours and vLLM's."""
-    schedule, guard = scheduler.schedule, scheduler._guard
-    ours = [0.0]
-
-    def timed_guard(hook: Any, *args: Any) -> None:
-        began = time.perf_counter()
-        guard(hook, *args)
-        ours[0] += time.perf_counter() - began
-
-    def timed_schedule(*args: Any, **kwargs: Any) -> Any:
-        ours[0], began = 0.0, time.perf_counter()
-        output = schedule(*args, **kwargs)
-        whole = time.perf_counter() - began
-        running, waiting = scheduler.get_request_counts()
-        counts = output.num_scheduled_tokens.values()
-        steps.append(
-            {
-                "t": time.monotonic(),
-                "tok": output.total_num_scheduled_tokens,
-                "rows": len(counts),
-                "dec": sum(1 for n in counts if n == 1),
-                "run": running,
-                "wait": waiting,
-                "sch_us": round((whole - ours[0]) * 1e6, 1),
-                "own_us": round(ours[0] * 1e6, 1),
-            }
-        )
-        return output
-
-    scheduler.schedule, scheduler._guard = timed_schedule, timed_guard
-    try:
-        yield
-    finally:
-        del scheduler.schedule, scheduler._guard
+        scheduler.telemetry = start_telemetry(new, scheduler.vllm_config)
 
 
 def finish_profile(live: LiveEngine, limit_s: float = 60.0) -> dict[str, Any]:
     """Let the plugin measure the stages at start; what it found, and how long it took."""
+    if not hasattr(live.scheduler, "ppbalance"):
+        return {}
     started = time.monotonic()
     while live.scheduler._profile_run is not None and time.monotonic() - started < limit_s:
         live.step()
-    while live.scheduler.has_requests() or live.core.batch_queue:
+    while live.busy:
         live.step()
     own = live.scheduler.ppbalance
     model = own.cost_model

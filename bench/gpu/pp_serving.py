@@ -2,7 +2,8 @@
 
 `python -m bench.gpu.pp_serving --out DIR --plan FILE --trace AZURE_CSV` serves each entry of a
 plan (YAML) with Azure conversation lengths and Poisson arrivals, changing only the scheduler's
-settings on the live engine. Weights are random: outputs mean nothing, times do.
+settings on the live engine. Weights are random: outputs mean nothing, times do. `--pp 1 --tp 2` is
+tensor parallelism, for comparison.
 """
 
 import argparse
@@ -12,30 +13,35 @@ import os
 import platform
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
-from bench.gpu.live_engine import SHAPES, LiveEngine, finish_profile, serve, write_model
+from bench.gpu.live_engine import SHAPES, LiveEngine, finish_profile, write_model
+from bench.gpu.live_run import Ran, decode_spread, serve, serve_alone
+from bench.gpu.stage_events import FIELDS, collect, install
 from bench.measures import Slo, measure
-from bench.workloads import h200x2_pp2
+from bench.workloads import BenchRequest, h200x2_pp2
 
 SLO = Slo(2.0, 0.2)
+LIMIT_S = 240.0  # for one run
+ENVIRONMENT = ("NCCL_", "VLLM_", "TORCH_SYMM")
 
 
-def summary(entry: dict[str, Any], ran: dict[str, Any], slo: Slo) -> dict[str, Any]:
+def summary(entry: dict[str, Any], ran: Ran, slo: Slo, pp_size: int) -> dict[str, Any]:
     """The figures of one run."""
-    steps = [step for step in ran["steps"] if step["tok"]]
-    figures = asdict(measure(ran["records"], slo))
+    steps = [step for step in ran.steps if step["tok"] and "step" in step]
+    figures = asdict(measure(ran.records, slo))
     own, vllm = ([step[name] for step in steps] for name in ("own_us", "sch_us"))
     return {
         **entry,
         "measures": {k: v for k, v in figures.items() if k != "itl_s"},  # token times are not kept
-        "wall_s": round(ran["wall_s"], 3),
+        "wall_s": round(ran.wall_s, 3),
         "steps": len(steps),
+        "decode_spread": decode_spread(ran.steps, pp_size),
         "own_us": {"p50": float(np.median(own)), "p99": float(np.quantile(own, 0.99))},
         "vllm_schedule_us": {"p50": float(np.median(vllm)), "p99": float(np.quantile(vllm, 0.99))},
     }
@@ -49,6 +55,29 @@ def plan_entries(path: Path) -> Iterator[dict[str, Any]]:
             yield {**entry, "repeat": repeat}
 
 
+def run(live: LiveEngine, entry: dict[str, Any], trace: Path) -> tuple[Ran, list[Any]]:
+    """Serve one entry of a plan; with `events: true` also the rows of every stage.
+
+    `prompts` are served alone, one after another, with an output of `output` tokens; otherwise the
+    Azure conversation lengths at `rate` for `duration_s`, `swapped` or not.
+    """
+    live.use(entry)
+    if entry.get("events"):
+        live.on_workers(install)
+    if "prompts" in entry:
+        lengths = [n for n in entry["prompts"] for _ in range(entry.get("each", 1))]
+        output = entry.get("output", 1)
+        alone = [BenchRequest(f"alone-{i}", 0.0, n, output) for i, n in enumerate(lengths)]
+        ran = serve_alone(live, alone, LIMIT_S)
+    else:
+        swapped = entry.get("swapped", False)
+        requests = h200x2_pp2(trace, entry["rate"], entry["duration_s"], swapped)
+        most = entry.get("max_output", 2000)
+        requests = [replace(r, output_tokens=min(r.output_tokens, most)) for r in requests]
+        ran = serve(live, requests, LIMIT_S)
+    return ran, live.on_workers(collect) if entry.get("events") else []
+
+
 def arguments_of() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -60,38 +89,54 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--engine", type=json.loads, default={}, help="more engine arguments, JSON")
     parser.add_argument("--stop-after", type=float, default=1e9, help="s; no run starts later")
+    parser.add_argument("--ready", type=Path, help="file to write once the engine is up")
+    parser.add_argument("--after", type=Path, nargs="*", default=[], help="files to wait for first")
     return parser.parse_args()
+
+
+def start(arguments: argparse.Namespace) -> LiveEngine:
+    """The engine, once nobody else is to be waited for."""
+    write_model(arguments.out / "model", arguments.model)
+    own = {"chunk": {"strategy": "spread"}, "rebalance": {"strategy": "off"}}
+    own["profiling"] = {"mode": "always", "directory": str(arguments.out)}
+    options = {"additional_config": {"ppbalance": own}, **arguments.engine}
+    live = LiveEngine(arguments.out / "model", arguments.pp, arguments.tp, options)
+    if arguments.ready:
+        arguments.ready.touch()
+    while not all(path.exists() for path in arguments.after):
+        time.sleep(0.5)
+    return live
 
 
 def main() -> int:
     """Run a plan; figures in results.json, every step in steps.jsonl.gz."""
     arguments = arguments_of()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    began = time.monotonic()
-    write_model(arguments.out / "model", arguments.model)
-    own = {"chunk": {"strategy": "spread"}, "rebalance": {"strategy": "off"}}
-    own["profiling"] = {"mode": "always", "directory": str(arguments.out)}
-    options = {"additional_config": {"ppbalance": own}, **arguments.engine}
-    live = LiveEngine(arguments.out / "model", arguments.pp, arguments.tp, options)
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # `on_workers` sends functions
+    began, out = time.monotonic(), arguments.out
+    live = start(arguments)
     results: dict[str, Any] = {"versions": versions(), "start_s": time.monotonic() - began}
+    results["pipeline"] = {"pp": arguments.pp, "tp": arguments.tp, "engine": arguments.engine}
+    results["environment"] = {k: v for k, v in os.environ.items() if k.startswith(ENVIRONMENT)}
     results["scheduler"] = [base.__name__ for base in type(live.scheduler).__mro__[:3]]
-    results["profile"] = finish_profile(live) if arguments.pp > 1 else {}
+    results["profile"] = finish_profile(live)
     results["runs"] = []
     print("started", json.dumps(results), flush=True)
-    with gzip.open(arguments.out / "steps.jsonl.gz", "wt", encoding="utf-8") as log:
+    with gzip.open(out / "steps.jsonl.gz", "wt", encoding="utf-8") as log:
         for number, entry in enumerate(plan_entries(arguments.plan)):
             if time.monotonic() - began > arguments.stop_after:
                 print("no time left for", entry, flush=True)
                 continue
-            swapped = entry.get("swapped", False)
-            requests = h200x2_pp2(arguments.trace, entry["rate"], entry["duration_s"], swapped)
-            live.use(entry)
-            ran = serve(live, requests, limit_s=240.0)
-            results["runs"].append(summary(entry, ran, SLO))
+            ran, stages = run(live, entry, arguments.trace)
+            results["runs"].append(summary(entry, ran, SLO, arguments.pp))
             print(json.dumps(results["runs"][-1]), flush=True)
-            for step in ran["steps"]:
+            for step in ran.steps:
                 log.write(json.dumps({"run": number, **step}) + "\n")
-            (arguments.out / "results.json").write_text(json.dumps(results, indent=1))
+            log.flush()
+            if stages:
+                text = json.dumps({"fields": FIELDS, "stages": stages})
+                (out / f"stages-{number}.json").write_text(text, encoding="utf-8")
+            (out / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
     return 0
 
 
