@@ -20,9 +20,9 @@ What was taken from these very runs, and is therefore not tested by them:
   decode-only steps of the logs: configs/latency_profiles), two numbers;
 - the engine thread's time per step, row and new request (vLLM's schedule() as logged);
 - the pipeline overhead, a FUDGE: micro-batches with prompts and 130 to 1,100 tokens take up to
-  0.13 ms a layer longer than rows measured on one stage alone, large ones in a row 3 % more, cause
-  unknown (bench/pipeline_overhead.py; --excess prints what it was read from, --no-overhead leaves
-  it out)."""
+  0.13 ms a layer longer than rows measured on one stage alone, large ones in a row 3 % more: the
+  GPU's clock under sustained load (bench/pipeline_overhead.py; --excess prints what it was read
+  from, --no-overhead leaves it out)."""
 
 STAGE_LAYERS = 32
 

@@ -7,10 +7,15 @@ by `python -m bench validate DIR --excess`:
   it) takes as long as the rows say up to 130 tokens and from 1,100 on, but up to 0.13 ms a layer
   longer in between, with its peak at 350 to 450 tokens. Host time does not explain it: at 512
   tokens it is slower than the rows with their host time left in. Nor does padding: there is no
-  step at a captured graph size. The cause is not known; the rows had no neighbour stage.
+  step at a captured graph size.
 - Large ones that follow each other take longer still: nothing at 512 tokens, about 2 % at 1,024,
-  7 % at 2,048. That fits a clock that drops under sustained load on both GPUs, and a sender that
-  waits for its receiver; the logs hold neither. One number, 3 %, stands for it.
+  7 % at 2,048. One number, 3 %, stands for it.
+
+A later run timed every stage by CUDA events and logged the clocks (`bench.gpu.stage_report`, two
+H200): a micro-batch of 512 tokens takes 27.4 ms after decodes, 29.8 as the second of its kind in a
+row, 31.8 from the fourth on, 32.8 from the fifteenth: the GPU reaches its 700 W and the SM clock
+falls from 1,980 to about 1,560 MHz. So what is added here is mostly the clock under sustained load,
+which rows measured with a pause after every step do not see, least in the middle sizes.
 
 The numbers are read off those excesses by eye, to round values; the 3 % is what brings the
 saturated runs right. That they hold for other models, layer counts and GPUs is assumed.

@@ -14,6 +14,7 @@ import platform
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,22 @@ def summary(entry: dict[str, Any], ran: Ran, slo: Slo, pp_size: int) -> dict[str
     own, vllm = ([step[name] for step in steps] for name in ("own_us", "sch_us"))
     return {
         **entry,
-        "measures": {k: v for k, v in figures.items() if k != "itl_s"},  # token times are not kept
+        "measures": _known(figures),
         "wall_s": round(ran.wall_s, 3),
         "steps": len(steps),
         "decode_spread": decode_spread(ran.steps, pp_size),
         "own_us": {"p50": float(np.median(own)), "p99": float(np.quantile(own, 0.99))},
         "vllm_schedule_us": {"p50": float(np.median(vllm)), "p99": float(np.quantile(vllm, 0.99))},
     }
+
+
+def _known(figures: dict[str, Any]) -> dict[str, Any]:
+    """Without token gaps, whose times are not kept; None where there was nothing to measure."""
+    kept = {name: value for name, value in figures.items() if name != "itl_s"}
+    for name, value in kept.items():
+        if isinstance(value, dict):
+            kept[name] = {key: None if isnan(x) else x for key, x in value.items()}
+    return kept
 
 
 def plan_entries(path: Path) -> Iterator[dict[str, Any]]:
@@ -89,23 +99,16 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--engine", type=json.loads, default={}, help="more engine arguments, JSON")
     parser.add_argument("--stop-after", type=float, default=1e9, help="s; no run starts later")
-    parser.add_argument("--ready", type=Path, help="file to write once the engine is up")
-    parser.add_argument("--after", type=Path, nargs="*", default=[], help="files to wait for first")
     return parser.parse_args()
 
 
 def start(arguments: argparse.Namespace) -> LiveEngine:
-    """The engine, once nobody else is to be waited for."""
+    """The engine."""
     write_model(arguments.out / "model", arguments.model)
     own = {"chunk": {"strategy": "spread"}, "rebalance": {"strategy": "off"}}
     own["profiling"] = {"mode": "always", "directory": str(arguments.out)}
     options = {"additional_config": {"ppbalance": own}, **arguments.engine}
-    live = LiveEngine(arguments.out / "model", arguments.pp, arguments.tp, options)
-    if arguments.ready:
-        arguments.ready.touch()
-    while not all(path.exists() for path in arguments.after):
-        time.sleep(0.5)
-    return live
+    return LiveEngine(arguments.out / "model", arguments.pp, arguments.tp, options)
 
 
 def main() -> int:
