@@ -77,6 +77,19 @@ def _long(spec: WorkloadSpec, count: int) -> lengths.Pairs:
     return lengths.long_context(count, spec.seed, prompts, outputs)
 
 
+LONG_EVERY, LONG_PROMPT = 100, 100_000  # requests, tokens
+
+
+def _mixed(spec: WorkloadSpec, count: int) -> lengths.Pairs:
+    """Conversations, and now and then one with a very long prompt."""
+    pairs = lengths.from_percentiles(lengths.load_model("azure_conv"), count, spec.seed)
+    last = LONG_EVERY - 1
+    return [
+        (LONG_PROMPT if index % LONG_EVERY == last else prompt, output)
+        for index, (prompt, output) in enumerate(pairs)
+    ]
+
+
 def _cnn(spec: WorkloadSpec, count: int) -> lengths.Pairs:
     return lengths.cnn(count, spec.seed)
 
@@ -91,6 +104,7 @@ WORKLOADS: dict[str, _Source] = {
     "cnn_r": _Source(draw=_cnn, swapped=True),
     "random": _Source(draw=_uniform),
     "long_context": _Source(draw=_long),
+    "mixed_long": _Source(draw=_mixed),
 }
 
 
