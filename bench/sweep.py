@@ -125,6 +125,18 @@ def margins(cases: Sequence[Case], results: Sequence[Mapping[str, Any]], policy:
     return "\n".join(lines)
 
 
+_SETUP: tuple[str, ...] = (
+    *("profile", "link", "pp_size", "stage_layers", "kv_cache_gib", "max_num_seqs", "mode"),
+    *("prefix_caching", "noise", "cold_start", "predictor_scale"),
+)
+
+
+def _unlike(spec: SimSpec, common: SimSpec) -> str:
+    """The fields in which a run's set-up differs from the page's."""
+    pairs = {name: getattr(spec, name) for name in _SETUP}
+    return ", ".join(f"{k} {v}" for k, v in pairs.items() if v != getattr(common, k))
+
+
 def _numbers(measures: Mapping[str, Any]) -> list[str]:
     if not measures["num_requests"]:
         return ["-", "-", "-"]
@@ -137,7 +149,8 @@ def _numbers(measures: Mapping[str, Any]) -> list[str]:
 
 def report(sweep: Sweep, results: Sequence[Mapping[str, Any]], command: str, *, source: str) -> str:
     """A Markdown page: what was run, with what, and the table."""
-    spec, versions = sweep.cases[0].spec, results[0]["versions"]
+    spec, versions = sweep.cases[0].spec, dict(results[0]["versions"])
+    versions["commit"] = ", ".join(sorted({str(r["versions"].get("commit")) for r in results}))
     seeds = sorted({case.spec.workload.seed for case in sweep.cases})
     slos = {case.label: case.spec.slo for case in sweep.cases}
     lines = [
@@ -153,17 +166,17 @@ def report(sweep: Sweep, results: Sequence[Mapping[str, Any]], command: str, *, 
         "- Versions: " + ", ".join(f"{k} {v}" for k, v in versions.items()) + ".",
         f"- Seeds: runs {spec.seed}, workloads {', '.join(map(str, seeds))}.",
         "",
-        "| workload | requests | req/s | SLO TTFT s | SLO TPOT s | SHA-256 |",
-        "|---|---:|---:|---:|---:|---|",
+        "| workload | requests | req/s | SLO TTFT s | SLO TPOT s | other than above | SHA-256 |",
+        "|---|---:|---:|---:|---:|---|---|",
     ]
-    seen: dict[str, Mapping[str, Any]] = {}
+    seen: dict[str, tuple[Mapping[str, Any], str]] = {}
     for case, result in zip(sweep.cases, results, strict=True):
-        seen.setdefault(case.label, result["workload"])
-    for label, workload in seen.items():
+        seen.setdefault(case.label, (result["workload"], _unlike(case.spec, spec)))
+    for label, (workload, unlike) in seen.items():
         rate = workload["num_requests"] / workload["span_s"]
         lines.append(
             f"| {label} | {workload['num_requests']} | {rate:.2f} | {slos[label].ttft_s:g} "
-            f"| {slos[label].tpot_s:g} | `{workload['sha256'][:12]}` |"
+            f"| {slos[label].tpot_s:g} | {unlike} | `{workload['sha256'][:12]}` |"
         )
     for name in sweep.judged:
         lines += ["", margins(sweep.cases, results, name)]
