@@ -22,11 +22,11 @@ from bench.cli_options import (
     slo_fields,
 )
 from bench.compare import draw
-from bench.measures import Slo
 from bench.openai_server import look_at
 from bench.serve_cells import Cell, fitting, make_cells, parse_rates
 from bench.serve_run import ServeRun, Watch, serve_cells
 from bench.served_table import goodputs, print_table
+from bench.sim_spec import parse_slo
 
 LATE_S = 0.05  # P99 of how late the client may send before it is told
 
@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
         with _ends_by_exception(), _progress(console, cells) as watch:
             for cell, record in serve_cells(settings, cells, watch):
                 results.append(record)
+                watch.answered(cell, record["measures"]["num_requests"])
                 for line in _complaints(cell, record):
                     watch.say(line)
     except KeyboardInterrupt:
@@ -94,11 +95,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> tuple[ServeRun, list[Cell]]:
     """What to send to which server. Raises ValueError for a wrong argument."""
-    for option, value, least in (("duration", args.duration, 1e-3), ("warmup", args.warmup, 0)):
-        if not value >= least:
-            raise ValueError(f"--{option} {value}: must be at least {least:g}")
+    for option, least in (("duration", 1e-3), ("warmup", 0), ("drain_limit", 0), ("seeds", 0)):
+        value = getattr(args, option)
+        for number in value if isinstance(value, list) else [value]:
+            if not number >= least:
+                name = option.replace("_", "-")
+                raise ValueError(f"--{name} {number}: must be at least {least:g}")
     if not args.label.strip() or "/" in args.label:
         raise ValueError(f"--label {args.label!r}: must be a word that can name a file")
+    slo = parse_slo(slo_fields(args))
     fields, rates = _request_fields(args), []
     if args.request_rate_range is not None:
         if args.rate is not None:
@@ -110,7 +115,7 @@ def _plan(args: argparse.Namespace) -> tuple[ServeRun, list[Cell]]:
         server,
         args.label,
         args.out or Path("out") / "serve" / f"{args.label}.jsonl",
-        Slo(**slo_fields(args)),
+        slo,
         args.tokenizer,
         args.warmup,
         args.drain_limit,
@@ -140,7 +145,7 @@ def _progress(console: Console, cells: Sequence[Cell]) -> Iterator[Watch]:
             bar.update(total, completed=order[cell])
             bar.update(current, description=cell.name, total=len(cell.requests), completed=done)
 
-        yield Watch(lambda text: console.print(text, highlight=False), answered)
+        yield Watch(lambda text: console.print(text, highlight=False, soft_wrap=True), answered)
         bar.update(total, completed=len(cells))
 
 

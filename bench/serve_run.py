@@ -109,7 +109,7 @@ class _Sender:
         server = self._run.server
         command = [
             *replay_command(server.url, server.model, trace, count, BLOCK_TOKENS, result),
-            *("--tokenizer", self._tokenizer, "--save-detailed"),
+            *_options(self._tokenizer),
         ]
         limit_s = CLIENT_START_S + cell.span_s + self._run.drain_limit_s
         with client(command, log) as process:
@@ -120,6 +120,10 @@ class _Sender:
                 lambda done: self._watch.answered(cell, done) if watch else None,
             )
         return read_result(result), [_name(word, self._scratch) for word in command]
+
+
+def _options(tokenizer: str) -> list[str]:
+    return ["--tokenizer", tokenizer, "--save-detailed"]
 
 
 def _name(word: str, scratch: Path) -> str:

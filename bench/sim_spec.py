@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from bench import measures
 from bench.latency import LatencyProfile, load_profile
 from bench.pipeline import LINKS
 from bench.pipeline_overhead import CALIBRATED, PipelineOverhead
@@ -174,6 +175,15 @@ def parse_workload(fields: dict[str, Any]) -> WorkloadSpec:
         return TypeAdapter(WorkloadSpec).validate_python(fields)
     except ValidationError as error:
         raise ValueError(explain(error)) from None
+
+
+def parse_slo(fields: dict[str, Any]) -> measures.Slo:
+    """Targets from plain values. Raises ValueError naming field, value and bound."""
+    try:
+        slo = Slo.model_validate(fields)
+    except ValidationError as error:
+        raise ValueError(explain(error)) from None
+    return measures.Slo(slo.ttft_s, slo.tpot_s)
 
 
 def explain(error: ValidationError) -> str:
