@@ -17,6 +17,7 @@ from bench.compare import by_workload, load_results, rows
 from bench.measures import Slo
 from bench.openai_server import ServedModel, flush_prefix_cache, look_at
 from bench.serve_cells import Cell, fitting, key_of, make_cells, parse_rates
+from bench.serve_table_page import write_page
 from bench.served_record import judged, load, request_records, sent_late
 from bench.served_table import goodputs
 from bench.sim_world import build_requests
@@ -388,3 +389,28 @@ def test_the_goodput_of_a_sweep_needs_every_seed() -> None:
     held = [run(1, 0, True), run(1, 1, True), run(2, 0, True), run(2, 1, False), run(3, 0, False)]
     assert goodputs(held) == ["goodput at P90, ours on cnn: 1 req/s"]
     assert goodputs(held[:2]) == []
+
+
+def test_the_page_sets_served_beside_simulated_and_leaves_raw_arrays_out(tmp_path: Path) -> None:
+    latency = {"p50": 0.1, "p90": 0.2}
+    latencies = {"ttft_s": latency, "tpot_s": latency}
+    measures = {"slo_attainment": 0.5, **latencies, "output_tok_per_s": 9.0}
+    workload = {"num_requests": 20, "span_s": 10.0, "sha256": "a" * 64}
+    shared = {"workload": workload, "measures": measures, "pipeline": {}, "key": "k"}
+    spec = {
+        "policy": {"name": "stock:512"},
+        "workload": {"name": "cnn"},
+        "slo": {"ttft_s": 2.0, "tpot_s": 0.2},
+    }
+    client = {"sent_late_s": {"p99": 0.0125}}
+    record = {**shared, "spec": spec, "client": client, "versions": {"vllm": "1"}, "raw": [1]}
+    other = {**shared, "measures": {**measures, "slo_attainment": 0.75}}
+    write_page(tmp_path / "page.md", [record], [other], ["page.md", "--data", "/mine"])
+    text = (tmp_path / "page.md").read_text()
+    ttft, tpot = "0.10 / 0.10 | 0.20 / 0.20", "100 / 100 | 200 / 200"
+    assert f"| stock:512 | 0.500 / 0.750 | {ttft} | {tpot} | 9 / 9 | 12 |" in text
+    assert "2.00 req/s" in text
+    assert "/mine" not in text
+    (summary,) = json.loads((tmp_path / "page.json").read_text())
+    assert "raw" not in summary["served"]
+    assert summary["simulated"]["measures"]["slo_attainment"] == 0.75
