@@ -2,7 +2,7 @@
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,14 +87,13 @@ class _Sender:
         first = [replace(r, arrival_s=0.0) for r in cell.requests[: self._run.num_warmups]]
         warm_up = Cell(cell.workload, tuple(first))
         self._watch.say(f"Warming up with {len(first)} requests")
-        self._send(warm_up, salt=cell.salt("warm-up"), watch=False)
+        result, _ = self._send(warm_up, salt=cell.salt("warm-up"), watch=False)
+        _check_answered("warm-up", result)
 
     def measure(self, cell: Cell, key: str) -> dict[str, Any]:
         """One cell, its record written."""
         result, command = self._send(cell, salt=cell.salt(), watch=True)
-        if not result["completed"]:
-            error = next(filter(None, result["errors"]), "no answer").strip().splitlines()[-1]
-            raise RuntimeError(f"{cell.name}: no request was answered: {error}")
+        _check_answered(cell.name, result)
         run = self._run
         record = make_record(cell, run.label, key, run.server, run.slo, result, command)
         append(run.out, record)
@@ -120,6 +119,12 @@ class _Sender:
                 lambda done: self._watch.answered(cell, done) if watch else None,
             )
         return read_result(result), [_name(word, self._scratch) for word in command]
+
+
+def _check_answered(name: str, result: Mapping[str, Any]) -> None:
+    if not result["completed"]:
+        error = next(filter(None, result["errors"]), "no answer").strip().splitlines()[-1]
+        raise RuntimeError(f"{name}: no request was answered: {error}")
 
 
 def _options(tokenizer: str) -> list[str]:
