@@ -135,4 +135,6 @@ def _name(word: str, scratch: Path) -> str:
     """A word of the command without this machine's folders."""
     if word == sys.executable:
         return "python"
+    if word == str(scratch):
+        return "."
     return Path(word).name if word.startswith(str(scratch)) else word
