@@ -17,7 +17,7 @@ def write_page(
     page.parent.mkdir(parents=True, exist_ok=True)
     summary = [
         {
-            "served": {name: value for name, value in record.items() if name != "raw"},
+            "served": _served(record),
             "simulated": {
                 name: other[name] for name in ("measures", "pipeline", "workload", "key")
             },
@@ -29,12 +29,19 @@ def write_page(
     page.write_text("\n".join(_lines(served, simulated, words)) + "\n", encoding="utf-8")
 
 
+def _served(record: Result) -> dict[str, Any]:
+    """A served record for the repository, whose own history tells the commit."""
+    kept = {name: value for name, value in record.items() if name != "raw"}
+    versions = {name: value for name, value in record["versions"].items() if name != "commit"}
+    return {**kept, "versions": versions}
+
+
 def _lines(
     served: Sequence[Result], simulated: Sequence[Result], words: Sequence[str]
 ) -> list[str]:
     workload, slo = served[0]["workload"], served[0]["spec"]["slo"]
     rate = workload["num_requests"] / workload["span_s"]
-    versions = ", ".join(f"{name} {value}" for name, value in served[0]["versions"].items())
+    versions = ", ".join(f"{k} {v}" for k, v in _served(served[0])["versions"].items())
     return [
         "# Served over HTTP by real vLLM servers, beside the simulator",
         "",
