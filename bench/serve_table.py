@@ -83,7 +83,8 @@ def served(args: argparse.Namespace, policy: str, cell: Cell) -> dict[str, Any]:
         if is_finished(record) and record["workload"]["sha256"] == cell.sha256:
             return record
     log = out.with_suffix(".server.log")
-    with WallClockServer(Path(), args.pp_size, log, policy=policy) as server:
+    flushable = {"VLLM_SERVER_DEV_MODE": "1"}
+    with WallClockServer(Path(), args.pp_size, log, (), flushable, policy=policy) as server:
         if parse_policy(policy).scheduler == "ours":
             server.wait_for_profile()
         console.print(f"{policy}: up, {len(cell.requests)} requests over {cell.span_s:.0f} s")
