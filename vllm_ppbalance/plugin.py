@@ -86,7 +86,7 @@ def _prepare(config: Any) -> None:
     if scheduler_config.scheduler_cls not in (SCHEDULER_CLS, Scheduler):
         return
     loaded = load_settings(_additional_config(config), os.environ)
-    if config.parallel_config.data_parallel_backend == "ray":
+    if getattr(config.parallel_config, "data_parallel_backend", "mp") == "ray":
         carry_to_ray_actors(os.environ)
     if loaded.settings.metrics and config.parallel_config.pipeline_parallel_size > 1:
         metrics_seam.install()  # this process may become an API server
