@@ -1,4 +1,4 @@
-"""`python -m bench simulate|sweep|goodput|compare|fit|trace|explain|validate`."""
+"""`python -m bench simulate|sweep|goodput|serve|compare|fit|trace|explain|validate`."""
 
 import argparse
 import importlib
@@ -11,6 +11,7 @@ _COMMANDS = {
     "simulate": ("bench.cli_simulate", "serve one workload once in virtual time"),
     "sweep": ("bench.cli_sweep", "policies x workloads x rates, on all cores or on Ray"),
     "goodput": ("bench.cli_goodput", "the highest rate that keeps the SLO, by bisection"),
+    "serve": ("bench.cli_serve", "a running server under vLLM's own load generator"),
     "compare": ("bench.cli_compare", "results side by side: table and figures"),
     "trace": ("bench.cli_trace", "a server's step log as a Chrome trace and as a picture"),
     "explain": ("bench.cli_explain", "what held the pipeline back, from a server's step log"),

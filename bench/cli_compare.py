@@ -1,7 +1,7 @@
 """`python -m bench compare`: records side by side, or policies run one after the other."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,17 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench.cli_options import add_spec_arguments, make_spec, spec_fields
-from bench.compare import label, load_results, rows, same_workload
+from bench.compare import by_workload, draw, label, load_results, rows, same_workload
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    parser.add_argument("records", nargs="*", type=Path, help="run records, or folders of them")
+    parser.add_argument(
+        "records",
+        nargs="*",
+        type=Path,
+        help="simulated (.json) and served (.jsonl) runs, or folders",
+    )
     add_spec_arguments(parser)
     parser.add_argument("--policies", nargs="+", help="without records: run these now")
     parser.add_argument("--figure", type=Path, help="latencies against rate, or attainment bars")
@@ -30,16 +35,22 @@ def run(args: argparse.Namespace) -> int:
     if args.rows is not None and not args.policies:
         raise ValueError("--rows needs --policies: records do not hold the stages' rows")
     results = _run_policies(args) if args.policies else load_results(args.records)
+    served = any("raw" in result for result in results)
+    for group in by_workload(results) if served else [results]:
+        _print(group, served)
+    if args.figure is not None:
+        draw(args.figure, results)
+    return 0
+
+
+def _print(results: Sequence[Mapping[str, Any]], ratios: bool) -> None:
     table = Table(title=None if same_workload(results) else "Not the same requests in all columns!")
     table.add_column("measure")
     for result in results:
         table.add_column(label(result), justify="right")
-    for name, values in rows(results):
+    for name, values in rows(results, ratios):
         table.add_row(name, *values)
     Console().print(table)
-    if args.figure is not None:
-        _figure(args.figure, results)
-    return 0
 
 
 def _run_policies(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -61,12 +72,3 @@ def _run_policies(args: argparse.Namespace) -> list[dict[str, Any]]:
 
         stage_rows(args.rows, [of_run(outcome) for outcome in outcomes], args.seconds)
     return [outcome.result for outcome in outcomes]
-
-
-def _figure(path: Path, results: Sequence[dict[str, Any]]) -> None:
-    from bench.figures import attainment_bars, latency_against_rate
-
-    if same_workload(results):
-        attainment_bars(path, results, label)
-    else:
-        latency_against_rate(path, results, label)

@@ -6,13 +6,10 @@ Checks that greedy tokens are identical, replays one workload, prints what chang
 import argparse
 import json
 import os
-import re
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
@@ -24,8 +21,9 @@ from rich.progress import Progress
 from bench import demo_workload
 from bench.demo_report import Outcome, decode_counts, print_table
 from bench.greedy_check import complete_all, first_difference, greedy_requests
-from bench.live_server import ROOT, LiveServer, cpu_environment, stop_group, tail
+from bench.live_server import ROOT, LiveServer, cpu_environment
 from bench.tiny_model import make
+from bench.vllm_client import client, read_result, replay_command, wait_for
 
 PP_SIZE = 4
 NUM_CHECKED = 48
@@ -49,52 +47,21 @@ def say(text: str) -> None:
 
 def bench_command(server: LiveServer, workload: Path, count: int, out: Path) -> list[str]:
     """`vllm bench serve`, streaming, with the arrival times of the workload file."""
+    block = demo_workload.BLOCK_TOKENS
     return [
-        *(sys.executable, "-m", "bench.vllm_cli", "bench", "serve"),
-        *("--model", str(server.model), "--base-url", server.url),
-        *("--dataset-name", "timed_trace", "--dataset-path", str(workload)),
-        *("--timed-trace-chunk-hash-size", str(demo_workload.BLOCK_TOKENS)),
-        *("--num-prompts", str(count), "--ignore-eos", "--temperature", "0"),
+        *replay_command(server.url, str(server.model), workload, count, block, out / RESULT),
         *("--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,90"),
         *("--ready-check-timeout-sec", str(int(server.start_limit_s))),
-        *("--save-result", "--result-dir", str(out), "--result-filename", RESULT),
     ]
-
-
-@contextmanager
-def client(server: LiveServer, workload: Path, count: int, out: Path) -> "Iterator[Popen[bytes]]":
-    """The load generator, started beside the server because both take long to import vLLM."""
-    (out / RESULT).unlink(missing_ok=True)
-    with (out / "bench.log").open("wb") as log:
-        process = Popen(
-            bench_command(server, workload, count, out),
-            cwd=ROOT,
-            # The client draws prompts by Python's hash: fixed, so both servers get the same.
-            env=cpu_environment(1) | {"PYTHONHASHSEED": "0", "VLLM_LOGGING_LEVEL": "ERROR"},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    try:
-        yield process
-    finally:
-        stop_group(process)
 
 
 def replayed(process: "Popen[bytes]", count: int, out: Path, limit_s: float) -> dict[str, Any]:
     """Waits for the client with a bar of answered requests; returns its metrics."""
     log = out / "bench.log"
-    deadline = time.monotonic() + limit_s
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("answered", total=count)
-        while process.poll() is None and time.monotonic() < deadline:
-            done = re.findall(r"(\d+)/\d+ \[", tail(log, 1))
-            progress.update(bar, completed=int(done[-1]) if done else 0)
-            time.sleep(0.5)
-    if process.poll() != 0:
-        raise RuntimeError(f"vllm bench serve: code {process.poll()}, {log}:\n{tail(log)}")
-    metrics: dict[str, Any] = json.loads((out / RESULT).read_text())
+        wait_for(process, log, limit_s, lambda done: progress.update(bar, completed=done))
+    metrics = read_result(out / RESULT)
     if metrics["completed"] != count:
         raise RuntimeError(f"{metrics['completed']} of {count} requests answered, see {log}")
     return metrics
@@ -114,7 +81,10 @@ def serve(contender: Contender, options: argparse.Namespace, workload: Path, cou
         {**contender.environment, "BENCH_STEPS": str(steps)},
     )
     say(f"{contender.name}: starting vllm serve, PP={PP_SIZE} (log: {server.log})")
-    with client(server, workload, count, out) as process, server:
+    (out / RESULT).unlink(missing_ok=True)
+    # Started beside the server because both take long to import vLLM.
+    command = bench_command(server, workload, count, out)
+    with client(command, out / "bench.log", cpu_environment(1)) as process, server:
         say(f"{contender.name}: up; replaying {count} requests over {options.duration:.0f} s")
         metrics = replayed(process, count, out, 4 * options.duration + 120)
         rows = [json.loads(line) for line in steps.read_text().splitlines()]

@@ -44,15 +44,15 @@ class Summary:
     mean: float
     p50: float
     p90: float
+    p95: float
     p99: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Summary":
         """Percentiles interpolate linearly between values, as numpy's and vLLM's do."""
         if not values:
-            return cls(math.nan, math.nan, math.nan, math.nan)
-        p50, p90, p99 = (float(v) for v in np.percentile(values, (50, 90, 99)))
-        return cls(float(np.mean(values)), p50, p90, p99)
+            return cls(*(math.nan,) * 5)
+        return cls(float(np.mean(values)), *map(float, np.percentile(values, (50, 90, 95, 99))))
 
 
 @dataclass(frozen=True, slots=True)

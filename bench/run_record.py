@@ -56,16 +56,10 @@ def result_of(
         "spec": spec.as_json(),
         "effective_settings": _settings(own) if own else None,
         "versions": versions(),
-        "workload": {
-            "sha256": workload_hash(requests),
-            "num_requests": len(requests),
-            "span_s": max(r.arrival_s for r in requests),
-            "prompt_tokens": sum(r.prompt_tokens for r in requests),
-            "output_tokens": sum(r.output_tokens for r in requests),
-        },
+        "workload": workload_facts(requests),
         "pipeline_overhead": spec.overhead.as_json() if spec.overhead else None,
         "num_gpu_blocks": spec.num_gpu_blocks,
-        "measures": _measures(records, len(requests), slo),
+        "measures": measures_of(records, len(requests), slo),
         "pipeline": _pipeline(spec, requests, run, stages),
         "num_moves": own.num_moves if own else 0,
         "preemptions": sum(step.preemptions for step in run.steps),
@@ -79,7 +73,19 @@ def _settings(controller: Any) -> dict[str, Any]:
     return settings
 
 
-def _measures(records: list[RequestRecord], num_sent: int, slo: Slo) -> dict[str, Any]:
+def workload_facts(requests: Sequence[BenchRequest]) -> dict[str, Any]:
+    """What was sent: a hash of all of it, and sums."""
+    return {
+        "sha256": workload_hash(requests),
+        "num_requests": len(requests),
+        "span_s": max(r.arrival_s for r in requests),
+        "prompt_tokens": sum(r.prompt_tokens for r in requests),
+        "output_tokens": sum(r.output_tokens for r in requests),
+    }
+
+
+def measures_of(records: Sequence[RequestRecord], num_sent: int, slo: Slo) -> dict[str, Any]:
+    """Measures as plain values; a request that was not served to its end counts as a missed SLO."""
     if not records:
         return {"num_requests": 0, "num_unfinished": num_sent, "slo_attainment": 0.0}
     measures = asdict(measure(records, slo))

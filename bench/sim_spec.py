@@ -7,8 +7,17 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from bench import measures
 from bench.latency import LatencyProfile, load_profile
 from bench.pipeline import LINKS
 from bench.pipeline_overhead import CALIBRATED, PipelineOverhead
@@ -133,10 +142,8 @@ class SimSpec(_Model):
     def as_json(self) -> dict[str, Any]:
         """Plain values; `SimSpec.parse` reads them back."""
         fields = self.model_dump(mode="json", exclude={"workload"})
-        workload = {k: v for k, v in asdict(self.workload).items() if v is not None}
-        if "path" in workload:
-            workload["path"] = Path(workload["path"]).as_posix()
-        plain: dict[str, Any] = json.loads(json.dumps({"workload": workload, **fields}))
+        fields["workload"] = workload_json(self.workload)
+        plain: dict[str, Any] = json.loads(json.dumps(fields))
         return plain
 
     @property
@@ -152,6 +159,31 @@ class SimSpec(_Model):
             return cls.model_validate(fields)
         except ValidationError as error:
             raise ValueError(explain(error)) from None
+
+
+def workload_json(workload: WorkloadSpec) -> dict[str, Any]:
+    """Plain values of a workload, without what was left to its defaults of None."""
+    fields = {name: value for name, value in asdict(workload).items() if value is not None}
+    if "path" in fields:
+        fields["path"] = Path(fields["path"]).as_posix()
+    return fields
+
+
+def parse_workload(fields: dict[str, Any]) -> WorkloadSpec:
+    """A workload from plain values. Raises ValueError naming field, value and bound."""
+    try:
+        return TypeAdapter(WorkloadSpec).validate_python(fields)
+    except ValidationError as error:
+        raise ValueError(explain(error)) from None
+
+
+def parse_slo(fields: dict[str, Any]) -> measures.Slo:
+    """Targets from plain values. Raises ValueError naming field, value and bound."""
+    try:
+        slo = Slo.model_validate(fields)
+    except ValidationError as error:
+        raise ValueError(explain(error)) from None
+    return measures.Slo(slo.ttft_s, slo.tpot_s)
 
 
 def explain(error: ValidationError) -> str:

@@ -9,7 +9,7 @@ from bench.batch import BatchShape
 from bench.engine import RequestSpec
 from bench.pipeline import LINKS, Activations, Pipeline
 from bench.sim_spec import SimSpec, profile_of
-from bench.workloads import BenchRequest, build, prompt_token_ids
+from bench.workloads import BenchRequest, WorkloadSpec, build, prompt_token_ids
 
 
 class _Prompt(Sequence[int]):
@@ -33,8 +33,12 @@ class _Prompt(Sequence[int]):
 
 
 def build_workload(spec: SimSpec, data: Path | None = None) -> list[BenchRequest]:
-    """The requests; a relative path in the spec is looked up in `data`."""
-    workload = spec.workload
+    """The requests of a spec."""
+    return build_requests(spec.workload, data)
+
+
+def build_requests(workload: WorkloadSpec, data: Path | None = None) -> list[BenchRequest]:
+    """The requests; a relative path in the workload is looked up in `data`."""
     if workload.path is not None:
         path = Path(workload.path) if data is None else data / workload.path
         if not path.is_file():

@@ -11,17 +11,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from bench.byte_tokenizer import SPECIAL_TOKENS, vocabulary, write_tokenizer
 
 SEED = 20260
-SPECIAL_TOKENS = ("<unk>", "<bos>", "<eos>", "<pad>")
 MAX_POSITION = 4096
-
-
-def _vocabulary() -> dict[str, int]:
-    """Special tokens, then one token a byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    return {token: i for i, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
 
 
 def _config() -> dict[str, Any]:
@@ -34,7 +28,7 @@ def _config() -> dict[str, Any]:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
-        "vocab_size": len(_vocabulary()),
+        "vocab_size": len(vocabulary()),
         "max_position_embeddings": MAX_POSITION,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
@@ -91,23 +85,6 @@ def _weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _write_tokenizer(folder: Path) -> None:
-    tokenizer = Tokenizer(models.BPE(vocab=_vocabulary(), merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    tokenizer.save(str(folder / "tokenizer.json"))
-    names = dict(
-        zip(("unk_token", "bos_token", "eos_token", "pad_token"), SPECIAL_TOKENS, strict=True)
-    )
-    settings = names | {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": MAX_POSITION,
-        "clean_up_tokenization_spaces": False,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
-
-
 def make(folder: Path) -> Path:
     """Writes the model into `folder` unless it is there already; returns the folder."""
     config = _config()
@@ -117,7 +94,7 @@ def make(folder: Path) -> Path:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    _write_tokenizer(folder)
+    write_tokenizer(folder, MAX_POSITION)
     save_file(_weights(config), folder / "model.safetensors", metadata={"format": "pt"})
     marker.write_text(stamp)
     return folder

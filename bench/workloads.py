@@ -218,14 +218,15 @@ def prompt_token_ids(request: BenchRequest, vocab_size: int = 32000) -> list[int
     if vocab_size < 512:
         raise ValueError(f"vocab_size = {vocab_size}: must be at least 512")
     ids: list[int] = []
-    for block in _blocks(request):
+    for block in block_ids(request):
         head = [block // vocab_size**digit % vocab_size for digit in range(BLOCK_ID_DIGITS)]
         ids += head
         ids += [(block + at) % vocab_size for at in range(HASH_BLOCK_TOKENS - BLOCK_ID_DIGITS)]
     return ids[: request.prompt_tokens]
 
 
-def _blocks(request: BenchRequest) -> Iterator[int]:
+def block_ids(request: BenchRequest) -> Iterator[int]:
+    """A number for each 512-token block of the prompt: its hash ids, else some of its own."""
     if request.hash_ids is not None:
         yield from request.hash_ids
         return

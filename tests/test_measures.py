@@ -68,7 +68,7 @@ def test_no_request_is_an_error_and_no_value_is_nan():
 
 
 def test_percentiles_interpolate():
-    assert Summary.of([float(n) for n in range(11)]) == Summary(5.0, 5.0, 9.0, 9.9)
+    assert Summary.of([float(n) for n in range(11)]) == Summary(5.0, 5.0, 9.0, 9.5, 9.9)
 
 
 def test_p90_rule_forgives_one_in_ten_where_the_joint_rule_does_too():

@@ -12,7 +12,12 @@ from importlib import metadata
 from typing import Any
 
 from vllm_ppbalance import metrics_seam
-from vllm_ppbalance.sources import LoadedSettings, SettingsError, load_settings
+from vllm_ppbalance.sources import (
+    LoadedSettings,
+    SettingsError,
+    carry_to_ray_actors,
+    load_settings,
+)
 
 logger = logging.getLogger("vllm.ppbalance")
 
@@ -81,6 +86,8 @@ def _prepare(config: Any) -> None:
     if scheduler_config.scheduler_cls not in (SCHEDULER_CLS, Scheduler):
         return
     loaded = load_settings(_additional_config(config), os.environ)
+    if getattr(config.parallel_config, "data_parallel_backend", "mp") == "ray":
+        carry_to_ray_actors(os.environ)
     if loaded.settings.metrics and config.parallel_config.pipeline_parallel_size > 1:
         metrics_seam.install()  # this process may become an API server
     if strict() and (problem := incompatibility()):

@@ -4,7 +4,7 @@ The first source that names a knob wins, knob by knob.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ DEFAULT = "default"
 CONTROL_VARIABLES = frozenset({"PPBALANCE_CONFIG", "PPBALANCE_STRICT"})
 # Read by the package's own test and benchmark scripts.
 SCRIPT_VARIABLES = frozenset({"PPBALANCE_DATA"})
+
+# What vLLM copies to the Ray actors it starts: variables whose names begin so, commas between.
+RAY_COPIED_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 
 Path_ = tuple[str, ...]
 
@@ -42,6 +45,17 @@ class LoadedSettings:
     def named_sources(self) -> list[str]:
         """The sources in use, each once, strongest first."""
         return list(dict.fromkeys(self.sources.values())) or ["defaults"]
+
+
+def carry_to_ray_actors(environ: MutableMapping[str, str]) -> None:
+    """Let vLLM copy our variables to an engine core that runs as a Ray actor.
+
+    Without this such an engine core would have the defaults, and nobody would be told.
+    """
+    prefix = ENV_PREFIX.rstrip("_")  # PPBALANCE too
+    prefixes = [name.strip() for name in environ.get(RAY_COPIED_PREFIXES, "").split(",")]
+    if prefix not in prefixes:
+        environ[RAY_COPIED_PREFIXES] = ",".join([*filter(None, prefixes), prefix])
 
 
 def load_settings(
