@@ -10,7 +10,7 @@ from vllm_ppbalance.rebalance.choose import slack_s
 from vllm_ppbalance.rebalance.even_share import EvenShare
 from vllm_ppbalance.rebalance.fairness import Fairness
 from vllm_ppbalance.rebalance.loads import ready_context
-from vllm_ppbalance.rebalance.plan import RoundPlan, find_places, make_plan
+from vllm_ppbalance.rebalance.plan import RoundPlan, find_places, make_plan, still_good
 from vllm_ppbalance.state import Decode, PipelineState
 
 NOBODY: Mapping[str, int] = MappingProxyType({})
@@ -70,7 +70,7 @@ class Auto:
         before_s = _seconds(model, state, state.num_ready, read)
         if before_s <= plan.level_s * (1.0 + self._margin):
             return NOBODY
-        if abs(state.decodes_alive - plan.alive) * STALE > plan.alive:
+        if state.step > plan.step and abs(state.decodes_alive - plan.alive) * STALE > plan.alive:
             self._renew(model, state)
             plan = self._plan or plan
         if plan.parks:
@@ -88,7 +88,10 @@ class Auto:
 
     def _renew(self, model: CostModel, state: PipelineState) -> None:
         self._plan_until = state.step + state.pp_size
-        self._plan = make_plan(model, state, self._plan) if model.trusted else None
+        if not model.trusted:
+            self._plan = None
+        elif self._plan is None or not still_good(self._plan, state):
+            self._plan = make_plan(model, state, self._plan)
 
     def _park(
         self, model: CostModel, state: PipelineState, plan: RoundPlan, read: int
