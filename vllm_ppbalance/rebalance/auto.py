@@ -9,7 +9,7 @@ from vllm_ppbalance.cost_model import CostModel
 from vllm_ppbalance.rebalance.choose import slack_s
 from vllm_ppbalance.rebalance.even_share import EvenShare
 from vllm_ppbalance.rebalance.fairness import Fairness
-from vllm_ppbalance.rebalance.loads import ready_context
+from vllm_ppbalance.rebalance.loads import prompts_in_round, ready_context
 from vllm_ppbalance.rebalance.plan import RoundPlan, find_places, make_plan, still_good
 from vllm_ppbalance.state import Decode, PipelineState
 
@@ -17,6 +17,7 @@ NOBODY: Mapping[str, int] = MappingProxyType({})
 STALE = 16  # a plan is made anew where the decodes have changed by more than this part
 PAYS_BACK = 32.0  # rounds in which a hold must win what it costs
 PROMPT_PAYS_BACK = 0.5  # where prompt tokens are the excess: the held must be moved back
+SETTLING = 0.125  # weight of the newest round in the mean of prompt tokens
 FEW_MORE = 8  # decodes read beyond half as many again as are to be held
 FAR_OVER, FEW = 1.25, 2  # without a cost model: times the even share, and decodes beyond that
 
@@ -53,6 +54,7 @@ class Auto:
         self._fairness = Fairness()
         self._plan: RoundPlan | None = None
         self._plan_until = 0
+        self._prompts = 0.0  # prompt tokens a micro-batch, over the last rounds
 
     def hold(self, state: PipelineState) -> Mapping[str, int]:
         """The decodes to hold, each until the micro-batch that has room for it."""
@@ -90,25 +92,43 @@ class Auto:
         self._plan_until = state.step + state.pp_size
         if not model.trusted:
             self._plan = None
-        elif self._plan is None or not still_good(self._plan, state):
-            self._plan = make_plan(model, state, self._plan)
+            return
+        if model.tile():
+            newest = prompts_in_round(state) / state.pp_size
+            self._prompts += SETTLING * (newest - self._prompts)
+        if self._plan is None or not still_good(self._plan, state):
+            self._plan = make_plan(model, state, self._prompts, self._plan)
 
     def _park(
         self, model: CostModel, state: PipelineState, plan: RoundPlan, read: int
     ) -> Mapping[str, int]:
-        """All over the tile sit out, if there are enough who may."""
-        over = state.num_ready + state.planned_prefill - plan.most_tokens
-        count = min(over, state.num_ready - 1)
-        chosen = self._candidates(state, count)[:count] if count > 0 else []
-        left = state.num_ready - len(chosen)
-        before_s = _seconds(model, state, state.num_ready, read)
-        after_s = _seconds(model, state, left, read * left // state.num_ready)
-        places = find_places(state, plan)[: len(chosen)]
-        steps = places + [1] * (len(chosen) - len(places))
-        gain_s = (before_s - after_s) * state.pp_size * plan.alive
-        if gain_s <= sum(steps) * plan.level_s:
+        """All over a multiple of the tile sit out, if there are enough who may: the best multiple.
+
+        The lowest one is the plan's; a prompt may need more by itself.
+        """
+        tokens = state.num_ready + state.planned_prefill
+        over = min(tokens - plan.most_tokens, state.num_ready - 1)
+        if over < 1:
             return NOBODY
-        held = {d.request_id: k for d, k in zip(chosen, steps, strict=True)}
+        before_s = _seconds(model, state, state.num_ready, read)
+        free = self._candidates(state, over)
+        lowest = max(plan.most_tokens, -(-(tokens - len(free)) // plan.tile) * plan.tile)
+        best, best_s = 0, 0.0
+        for most in range(lowest, tokens, plan.tile):
+            count = tokens - most
+            left = state.num_ready - count
+            if left < 1:
+                continue
+            after_s = _seconds(model, state, left, read * left // state.num_ready)
+            gain_s = (before_s - after_s) * state.pp_size * plan.alive
+            gain_s -= count * plan.level_s
+            if gain_s > best_s:
+                best, best_s = count, gain_s
+        if not best:
+            return NOBODY
+        places = find_places(state, plan)[:best]
+        steps = places + [1] * (best - len(places))
+        held = {d.request_id: k for d, k in zip(free, steps, strict=False)}
         self._fairness.note(held, state.step, state.pp_size, plan.parks)
         return held
 

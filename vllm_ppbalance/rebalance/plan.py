@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vllm_ppbalance.cost_model import CostModel
-from vllm_ppbalance.rebalance.loads import cohort_loads, mean_context, prompts_in_round
+from vllm_ppbalance.rebalance.loads import cohort_loads, mean_context
 from vllm_ppbalance.state import PipelineState
 
 # Predicted gains at which to begin and to end staying at a tile. Prompts that do not fit the tile
@@ -31,11 +31,15 @@ class RoundPlan(NamedTuple):
 
 
 def make_plan(
-    model: CostModel, state: PipelineState, before: RoundPlan | None = None
+    model: CostModel,
+    state: PipelineState,
+    prompts: float = 0.0,
+    before: RoundPlan | None = None,
 ) -> RoundPlan | None:
     """The plan of the next pp_size steps; None with fewer than two decodes.
 
-    Where the load is about as `before`, so is the weight of contexts.
+    `prompts` are the prompt tokens of a micro-batch, on average over the last rounds. Where the
+    load is about as `before`, so is the weight of contexts.
     """
     alive = state.decodes_alive
     if alive < 2:
@@ -53,7 +57,7 @@ def make_plan(
     )
     if not tile:
         return plan
-    mean = (alive + prompts_in_round(state)) / state.pp_size
+    mean = alive / state.pp_size + prompts
     if mean <= tile:
         return plan
     return _at_tile(model, plan, mean, before is not None and before.parks > 0.0)
