@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.rebalance_report", description=__doc__)
     parser.add_argument("out", type=Path, help="Markdown file to write")
     parser.add_argument("--cache", type=Path, default=Path("out/rebalance"), help="finished runs")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--case", type=int, nargs="*", help="numbers of the cases, from 0")
     parser.add_argument("--goodput", type=int, nargs="*", default=[], help="cases to bisect")
     args = parser.parse_args(argv)

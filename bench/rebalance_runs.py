@@ -15,7 +15,7 @@ Run = dict[str, Any]
 
 IDLE_S = 60.0
 STEADY_FROM = 0.5  # of the time requests come in
-GOODPUT_LOADS, GOODPUT_STEP = (0.5, 1.0), 0.006
+GOODPUT_LOADS, GOODPUT_STEP = (0.6, 0.92), 0.0101
 GOODPUT_TTFT_S = 2.0
 
 

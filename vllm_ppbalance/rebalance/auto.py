@@ -66,7 +66,7 @@ class Auto:
         plan = self._plan
         if plan is None:
             return NOBODY if model.trusted else self._by_count(state)
-        if state.num_ready < 2 or _all_carry_prompts(state, plan):
+        if state.num_ready < 2 or _prompts_are_no_reason(state, plan):
             return NOBODY
         read = ready_context(state, plan.context)
         before_s = _seconds(model, state, state.num_ready, read)
@@ -90,14 +90,15 @@ class Auto:
 
     def _renew(self, model: CostModel, state: PipelineState) -> None:
         self._plan_until = state.step + state.pp_size
+        if self._plan is not None and still_good(self._plan, state):
+            return
         if not model.trusted:
             self._plan = None
             return
         if model.tile():
             newest = prompts_in_round(state) / state.pp_size
             self._prompts += SETTLING * (newest - self._prompts)
-        if self._plan is None or not still_good(self._plan, state):
-            self._plan = make_plan(model, state, self._prompts, self._plan)
+        self._plan = make_plan(model, state, self._prompts, self._plan)
 
     def _park(
         self, model: CostModel, state: PipelineState, plan: RoundPlan, read: int
@@ -186,18 +187,18 @@ class Auto:
         return sorted(few, key=lambda d: (d.holds_in_a_row, -slack_s(d, now_s, slo)))
 
 
-def _all_carry_prompts(state: PipelineState, plan: RoundPlan) -> bool:
-    """Whether this micro-batch's prompt tokens are no reason to hold: the next ones have as many.
+def _prompts_are_no_reason(state: PipelineState, plan: RoundPlan) -> bool:
+    """Whether only its prompt tokens make this micro-batch long, and to hold does not help.
 
-    Its decodes are not too many either; the tile is looked at elsewhere.
+    Either the next ones will have as many, or none of them has room for a decode. The tile is
+    looked at elsewhere.
     """
     prompt = state.planned_prefill
-    return (
-        bool(prompt)
-        and not plan.parks
-        and state.num_ready <= plan.share
-        and state.prefill_backlog() >= state.pp_size * prompt
-    )
+    if not prompt or plan.parks or state.num_ready > plan.share:
+        return False
+    if state.prefill_backlog() >= state.pp_size * prompt:
+        return True
+    return not plan.tile and all(batch.next_decodes >= plan.share for batch in state.in_flight)
 
 
 def _seconds(model: CostModel, state: PipelineState, decodes: int, context: int) -> float:
