@@ -113,7 +113,7 @@ def goodput_table(case: Case, cache: Path, seed: int) -> str:
         cells = [name]
         for slo_s in GOODPUT_TPOT_S:
             rate = best[name, slo_s] = goodput(case, name, slo_s, cache, seed)
-            cells += [f"{rate:g}", f"{rate / best['off', slo_s]:.2f}x"]
+            cells += [f"{rate:.1f}", f"{rate / best['off', slo_s]:.2f}x"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
