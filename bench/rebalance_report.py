@@ -87,8 +87,10 @@ def _against(values: list[float], off: list[float], form: str) -> str:
     if values is off or values == off:
         return shown
     changes = [value / base - 1.0 for value, base in zip(values, off, strict=True)]
-    error = stdev(changes) / len(changes) ** 0.5 if len(changes) > 1 else 0.0
-    return f"{shown} ({100 * fmean(changes):+.1f}±{100 * error:.1f} %)"
+    change = f"{100 * fmean(changes):+.1f}"
+    if len(changes) > 1:
+        change += f"±{100 * stdev(changes) / len(changes) ** 0.5:.1f}"
+    return f"{shown} ({change} %)"
 
 
 def report(cases: Sequence[Case], cache: Path, seeds: Sequence[int]) -> str:
