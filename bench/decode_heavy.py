@@ -2,42 +2,50 @@
 
 `python -m bench.decode_heavy OUT.json`. Both servers are up all the time and serve the same
 requests in turn, the one first in one pair and the other in the next, so that what else runs on the
-machine strikes both alike. The token budget is vLLM's own in both: only decodes are moved.
+machine strikes both alike. The token budget is vLLM's own in both: only decodes are moved. Greedy
+tokens must be identical.
 """
 
 import argparse
 import json
+import random
+import signal
 import sys
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from bench import demo_workload
-from bench.demo import PP_SIZE, client, replayed, say
+from bench.demo import PP_SIZE, say
 from bench.demo_report import decode_counts
+from bench.greedy_check import FIRST_PLAIN_TOKEN, VOCABULARY, GreedyRequest, complete
 from bench.live_server import ROOT, LiveServer
 from bench.tiny_model import make
 from bench.versions import versions
 
 PAIRS = 5
-RATE, DURATION_S, SHRINK = 3.0, 15.0, 5.0
-WARM_UP_S = 4.0  # of a run before the first pair, which is not counted
-LIMIT_S = 240.0
+RATE, DURATION_S, SHRINK = 6.0, 8.0, 7.0
+WARM_UP_S = 2.0  # of a run before the first pair, which is not counted
 SETTINGS = {
     "PPBALANCE_CHUNK__STRATEGY": "fixed",
     "PPBALANCE_REBALANCE__STRATEGY": "auto",
     "PPBALANCE_ADMISSION__STRATEGY": "fcfs",
 }
-FIGURES = ("deviation", "spread", "tok_per_s", "tpot_p90_ms")
+FIGURES = ("deviation", "spread", "tok_per_s")
+
+Sent = list[tuple[float, GreedyRequest]]  # seconds since the start, and what is asked
 
 
-def arrivals(duration_s: float, seed: int) -> list[demo_workload.Arrival]:
+def workload(duration_s: float, seed: int) -> Sent:
     """The demo's lengths, swapped: short prompts and long outputs."""
+    rng = random.Random(seed)
+    words = range(FIRST_PLAIN_TOKEN, VOCABULARY)
     return [
-        replace(a, prompt_tokens=a.output_tokens, output_tokens=a.prompt_tokens)
+        (a.time_s, GreedyRequest(tuple(rng.choices(words, k=a.output_tokens)), a.prompt_tokens))
         for a in demo_workload.synthetic(RATE, duration_s, SHRINK, seed)
     ]
 
@@ -58,25 +66,24 @@ def server_of(name: str, out: Path) -> LiveServer:
     )
 
 
-def serve(server: LiveServer, sent: Sequence[demo_workload.Arrival], out: Path) -> dict[str, float]:
-    """One run: spread of decodes over micro-batches, tokens a second, milliseconds."""
-    out.mkdir(parents=True, exist_ok=True)
-    workload, steps = out / "workload.jsonl", out / "steps.jsonl"
-    demo_workload.write(list(sent), workload)
+def serve(server: LiveServer, sent: Sent, steps: Path) -> tuple[dict[str, float], list[list[int]]]:
+    """One run: decodes per micro-batch, their spread, tokens a second; and the tokens."""
     before = len(steps.read_text().splitlines()) if steps.exists() else 0
-    with client(server, workload, len(sent), out) as process:
-        metrics = replayed(process, len(sent), out, LIMIT_S)
+    started = time.monotonic()
+
+    def ask(arrival: tuple[float, GreedyRequest]) -> list[int]:
+        time.sleep(max(started + arrival[0] - time.monotonic(), 0.0))
+        return complete(server.url, str(server.model), arrival[1])
+
+    with ThreadPoolExecutor(len(sent)) as pool:
+        tokens = list(pool.map(ask, sent))
+    seconds = time.monotonic() - started
     rows: list[dict[str, Any]] = [
         json.loads(line) for line in steps.read_text().splitlines()[before:]
     ]
     mean, deviation, spread = decode_counts(rows, PP_SIZE)
-    return {
-        "decodes": mean,
-        "deviation": deviation,
-        "spread": spread,
-        "tok_per_s": float(metrics["output_throughput"]),
-        "tpot_p90_ms": float(metrics["p90_tpot_ms"]),
-    }
+    rate = sum(map(len, tokens)) / seconds
+    return {"decodes": mean, "deviation": deviation, "spread": spread, "tok_per_s": rate}, tokens
 
 
 def ratios(pairs: Sequence[dict[str, dict[str, float]]]) -> dict[str, list[float]]:
@@ -94,15 +101,22 @@ def run_pairs(out: Path) -> list[dict[str, dict[str, float]]]:
         servers = {}
         for name in ("stock", "auto"):
             say(f"{name}: starting vllm serve, PP={PP_SIZE}")
-            servers[name] = stack.enter_context(server_of(name, out))
+            servers[name] = server_of(name, out)
+            servers[name].spawn()
+            stack.callback(servers[name].stop)
+        for server in servers.values():
+            server.wait()
+        steps = {name: out / name / "steps.jsonl" for name in servers}
         for name, server in servers.items():
-            serve(server, arrivals(WARM_UP_S, 0), out / name)
+            serve(server, workload(WARM_UP_S, 0), steps[name])
         for seed in range(1, PAIRS + 1):
-            sent = arrivals(DURATION_S, seed)
+            sent = workload(DURATION_S, seed)
             order = sorted(servers, reverse=bool(seed % 2))
-            found = {name: serve(servers[name], sent, out / name) for name in order}
-            pairs.append(found)
-            say(f"pair {seed}, {len(sent)} requests: {found}")
+            found = {name: serve(servers[name], sent, steps[name]) for name in order}
+            if found["stock"][1] != found["auto"][1]:
+                raise RuntimeError(f"pair {seed}: the tokens differ")
+            pairs.append({name: figures for name, (figures, _) in found.items()})
+            say(f"pair {seed}, {len(sent)} requests, tokens identical: {pairs[-1]}")
     return pairs
 
 
@@ -126,4 +140,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # Ends by an exception, so that the servers are stopped.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())
