@@ -21,7 +21,6 @@ from typing import Any
 
 from bench import demo_workload
 from bench.demo import PP_SIZE, say
-from bench.demo_report import decode_counts
 from bench.greedy_check import FIRST_PLAIN_TOKEN, VOCABULARY, GreedyRequest, complete
 from bench.live_server import ROOT, LiveServer
 from bench.tiny_model import make
@@ -35,7 +34,7 @@ SETTINGS = {
     "PPBALANCE_REBALANCE__STRATEGY": "auto",
     "PPBALANCE_ADMISSION__STRATEGY": "fcfs",
 }
-FIGURES = ("deviation", "spread", "tok_per_s")
+FIGURES = ("imbalance", "tok_per_s")
 
 Sent = list[tuple[float, GreedyRequest]]  # seconds since the start, and what is asked
 
@@ -67,7 +66,7 @@ def server_of(name: str, out: Path) -> LiveServer:
 
 
 def serve(server: LiveServer, sent: Sent, steps: Path) -> tuple[dict[str, float], list[list[int]]]:
-    """One run: decodes per micro-batch, their spread, tokens a second; and the tokens."""
+    """One run: imbalance of the decodes, tokens a second; and the tokens."""
     before = len(steps.read_text().splitlines()) if steps.exists() else 0
     started = time.monotonic()
 
@@ -81,9 +80,23 @@ def serve(server: LiveServer, sent: Sent, steps: Path) -> tuple[dict[str, float]
     rows: list[dict[str, Any]] = [
         json.loads(line) for line in steps.read_text().splitlines()[before:]
     ]
-    mean, deviation, spread = decode_counts(rows, PP_SIZE)
     rate = sum(map(len, tokens)) / seconds
-    return {"decodes": mean, "deviation": deviation, "spread": spread, "tok_per_s": rate}, tokens
+    return {"imbalance": imbalance(rows, PP_SIZE), "tok_per_s": rate}, tokens
+
+
+def imbalance(rows: Sequence[dict[str, Any]], pp_size: int) -> float:
+    """Standard deviation of decodes over the cohorts, empty ones too, as a share of their mean.
+
+    0 where all carry alike, sqrt(pp_size - 1) where one carries all. `rows` are the micro-batches
+    that are not empty. A decode that runs finds d of the N running requests beside it; the mean of
+    d / N over all of them is the sum of (d / N)^2 over the cohorts.
+    """
+    alone = [row for row in rows if row["decodes"] and not row["prefills"]]
+    decodes = sum(row["decodes"] for row in alone)
+    if not decodes:
+        return 0.0
+    together = sum(row["decodes"] ** 2 / row["running"] for row in alone) / decodes
+    return float(max(pp_size * together - 1.0, 0.0) ** 0.5)
 
 
 def ratios(pairs: Sequence[dict[str, dict[str, float]]]) -> dict[str, list[float]]:
