@@ -131,6 +131,7 @@ def main() -> int:
     outcomes = {c.name: serve(c, options, workload, len(arrivals)) for c in contenders}
     stock, balanced = outcomes.values()
     print_table(console, outcomes, PP_SIZE)
+    console.print(f"ppbalance: {options.chunk} chunks, decodes by {options.rebalance}")
     difference = first_difference(balanced.tokens, stock.tokens)
     count = sum(map(len, stock.tokens))
     words = "identical" if difference is None else f"DIFFERENT, {difference}"

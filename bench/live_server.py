@@ -124,7 +124,7 @@ class LiveServer:
     def __enter__(self) -> Self:
         self.spawn()
         try:
-            self._wait()
+            self.wait()
         except BaseException:
             self.stop()
             raise
@@ -138,7 +138,8 @@ class LiveServer:
     ) -> None:
         self.stop()
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Until it answers. Raises ServerError where it ends before, or is too late."""
         assert self.process is not None
         deadline = time.monotonic() + self.start_limit_s
         while time.monotonic() < deadline:

@@ -36,17 +36,20 @@ class Case:
 H200, A100 = "h200_qwen2.5-32b", "a100_codellama-34b"
 _OF_A100: Any = {"max_num_seqs": 1024, "kv_cache_gib": 45.0}
 CASES = (
-    Case("H200", H200, 2, "cnn_r", 0.85, 15.0),
-    Case("H200", H200, 4, "cnn_r", 0.9, 15.0),
-    Case("H200", H200, 4, "azure_swapped", 0.75, 15.0),
-    Case("H200", H200, 8, "cnn_r", 0.85, 10.0),
-    Case("H200, bursts", H200, 4, "cnn_r", 0.7, 20.0, cv=6.0),
-    Case("H200, bursts", H200, 8, "cnn_r", 0.7, 15.0, cv=6.0),
-    Case("H200, budget 8192", H200, 4, "azure_conv", 0.6, 20.0, budget=8192),
-    Case("A100", A100, 2, "cnn_r", 0.7, 40.0, **_OF_A100),
-    Case("A100", A100, 4, "cnn_r", 0.7, 30.0, **_OF_A100),
-    Case("A100", A100, 8, "cnn_r", 0.7, 20.0, **_OF_A100),
-    Case("flat decodes", "flat", 4, "cnn_r", 0.85, 15.0),
+    Case("H200", H200, 2, "cnn_r", 0.85, 24.0),
+    Case("H200", H200, 2, "azure_swapped", 0.7, 24.0),
+    Case("H200", H200, 4, "cnn_r", 0.7, 24.0),
+    Case("H200", H200, 4, "cnn_r", 0.95, 24.0),
+    Case("H200", H200, 4, "azure_swapped", 0.75, 24.0),
+    Case("H200", H200, 8, "cnn_r", 0.85, 16.0),
+    Case("H200, bursts", H200, 4, "cnn_r", 0.7, 24.0, cv=6.0),
+    Case("H200, bursts", H200, 8, "cnn_r", 0.7, 20.0, cv=6.0),
+    Case("H200, budget 8192", H200, 4, "azure_conv", 0.6, 30.0, budget=8192),
+    Case("A100", A100, 2, "cnn_r", 0.7, 60.0, **_OF_A100),
+    Case("A100", A100, 4, "cnn_r", 0.7, 50.0, **_OF_A100),
+    Case("A100", A100, 4, "cnn_r", 0.85, 50.0, **_OF_A100),
+    Case("A100", A100, 8, "cnn_r", 0.7, 40.0, **_OF_A100),
+    Case("flat decodes", "flat", 4, "cnn_r", 0.85, 24.0),
 )
 
 

@@ -6,35 +6,36 @@ service.
 """
 
 import argparse
-import json
-import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from statistics import fmean, stdev
 
 from bench.__main__ import _quiet
-from bench.bubbles import Load, stage_use
-from bench.rebalance_cases import CASES, Case, spec_of
-from bench.sim_world import build_workload
-from bench.simulate import Outcome, simulate
+from bench.rebalance_cases import CASES, Case
+from bench.rebalance_runs import GOODPUT_TTFT_S, Run, cached_run, goodput
 from bench.versions import versions
 
 STRATEGIES = ("off", "even_share", "tiered", "auto")
-IDLE_S = 60.0
-GOODPUT_LOADS, GOODPUT_STEP = (0.4, 1.0), 0.02
-GOODPUT_TTFT_S, GOODPUT_TPOT_S = 2.0, 0.08  # about the time of a full tile in each micro-batch
+NOTHING = 0.005  # share of stage time; with less to remove there is nothing to remove
+GOODPUT_TPOT_S = (0.08, 0.09)  # with `off`: micro-batches of just over one tile of 128
 _HEAD = (
-    "| pipeline | workload, requests/s | strategy | D-D bubble % | of the slowest stage % "
-    "| all bubbles % | output tok/s | TPOT P50 ms | P90 | P99 | TTFT P90 ms | held | ours % |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "| pipeline | workload, requests/s | strategy | D-D bubble % | removable % | all bubbles % "
+    "| output tok/s, whole run | second half of arrivals | TPOT P50 ms | P90 | P99 | TTFT P90 ms "
+    "| held | ours % |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
-_TEXT = """Written by `python -m bench.rebalance_report`, seed {seed}. {about}
+_TEXT = """Written by `python -m bench.rebalance_report`, seeds {seeds}. {about}
 Simulated on latency profiles measured on these GPUs; `flat decodes` is a made-up profile of the
 H200 one. Poisson arrivals (bursts: gamma, coefficient of variation 6), outputs of at most 300
-tokens; the percentage beside the rate is of the work the stages can do. In brackets: against `off`.
-The D-D bubbles of all stages hold what a longer last stage makes the others wait. `ours` is the
+tokens; the percentage beside the rate is of the work the stages can do. Means over the seeds; in
+brackets: against `off`, with the standard error of that difference.
+
+D-D bubble: stage time lost between decode-only micro-batches. A longer last stage, with the LM
+head, makes the others wait between equal micro-batches too. `removable` is what a replay of the
+same run does not have, in which the decode-only micro-batches of each round carry equal decodes and
+context. In brackets: how much of that of `off` is gone, where that is at least {nothing:.1f} %;
+with less there is nothing to remove. A run ends with few requests, when the stages are not full:
+throughput is given for the second half of the time in which requests come in as well. `ours` is the
 plugin's time on top of what vLLM's own scheduler takes.
 
 Versions: {made}.
@@ -42,106 +43,81 @@ Versions: {made}.
 """
 
 
-def measure_case(case: Case, strategy: str, folder: Path, seed: int) -> dict[str, Any]:
-    """One run; shares of the time with work, seconds, tokens a second."""
-    spec = spec_of(case, strategy, folder, seed)
-    requests = [replace(r, arrival_s=r.arrival_s + IDLE_S) for r in build_workload(spec)]
-    outcome = simulate(spec, requests=requests)
-    measures, pipeline = outcome.result["measures"], outcome.result["pipeline"]
-    if measures["num_unfinished"]:
-        raise RuntimeError(f"{case}: {measures['num_unfinished']} requests were not served")
-    return {
-        "rate": spec.workload.rate,
-        "dd": pipeline["bubble_ratio_by_cause"]["decode_decode"],
-        "slowest_dd": slowest_stage_dd(outcome),
-        "bubbles": pipeline["bubble_ratio"],
-        "tok_per_s": measures["output_tok_per_s"],
-        "tpot_s": measures["tpot_s"],
-        "ttft_p90_s": measures["ttft_s"]["p90"],
-        "moves": outcome.result["num_moves"],
-        "own_share": outcome.real["own_share_of_schedule"],
-        "wall_s": outcome.real["wall_s"],
-    }
+def rows_of(case: Case, found: dict[str, list[Run]]) -> list[str]:
+    """Table rows of a case, a list of runs a strategy; relative numbers are against `off`."""
+    return [
+        f"| {case.title}, PP={case.pp_size} | {case.workload}, {fmean(_each(runs, 'rate')):.4g} "
+        f"({case.load:.0%}) | {name} | " + " | ".join(_cells(runs, found["off"])) + " |"
+        for name, runs in found.items()
+    ]
 
 
-def slowest_stage_dd(outcome: Outcome) -> float:
-    """Share of its time with work that the busiest stage idles between unequal decode batches.
-
-    The others wait for it besides, as the LM head makes the last stage longer, balanced or not.
-    """
-    steps = outcome.run.steps
-    loads = {s.step: Load(s.shape.prefill_tokens, s.shape.decodes) for s in steps}
-    work = [(r.arrival_s, r.last_token_s) for r in outcome.records]
-    busiest = max(stage_use(outcome.stages, loads, work), key=lambda use: use.busy_s)
-    return busiest.bubbles.decode_decode_s / busiest.work_s
-
-
-def rows_of(case: Case, found: dict[str, dict[str, Any]]) -> list[str]:
-    """Table rows of a case; relative numbers are against `off`."""
-    off = found["off"]
-    rows = []
-    for strategy, run in found.items():
-        against = run["tok_per_s"] / off["tok_per_s"] - 1.0
-        tpot = [
-            f"{1e3 * run['tpot_s'][p]:.1f} ({run['tpot_s'][p] / off['tpot_s'][p] - 1:+.1%})"
-            for p in ("p50", "p90", "p99")
-        ]
-        cells = [
-            f"{case.title}, PP={case.pp_size}",
-            f"{case.workload}, {run['rate']:g} ({case.load:.0%})",
-            strategy,
-            f"{100 * run['dd']:.2f}",
-            f"{100 * run['slowest_dd']:.2f}",
-            f"{100 * run['bubbles']:.1f}",
-            f"{run['tok_per_s']:.0f} ({against:+.1%})",
-            *tpot,
-            f"{1e3 * run['ttft_p90_s']:.0f}",
-            str(run["moves"]),
-            f"{100 * run['own_share']:.1f}",
-        ]
-        rows.append("| " + " | ".join(cells) + " |")
-    return rows
+def _cells(runs: list[Run], off: list[Run]) -> list[str]:
+    cells = [
+        f"{100 * fmean(_each(runs, 'dd')):.2f}",
+        _cut(_each(runs, "removable"), _each(off, "removable")),
+        f"{100 * fmean(_each(runs, 'bubbles')):.1f}",
+    ]
+    cells += [
+        _against(_each(runs, name), _each(off, name), "{:.0f}")
+        for name in ("tok_per_s", "steady_tok_per_s")
+    ]
+    for name in ("p50", "p90", "p99"):
+        ours, stock = ([1e3 * run["tpot_s"][name] for run in some] for some in (runs, off))
+        cells.append(_against(ours, stock, "{:.1f}"))
+    cells.append(f"{1e3 * fmean(_each(runs, 'ttft_p90_s')):.0f}")
+    cells.append(f"{fmean(_each(runs, 'moves')):.0f}")
+    cells.append(f"{100 * fmean(_each(runs, 'own_share')):.1f}")
+    return cells
 
 
-def report(cases: Sequence[Case], cache: Path, seed: int) -> str:
+def _each(runs: Sequence[Run], name: str) -> list[float]:
+    return [float(run[name]) for run in runs]
+
+
+def _cut(left: list[float], before: list[float]) -> str:
+    shown = f"{100 * max(fmean(left), 0.0):.2f}"
+    if fmean(before) < NOTHING or left == before:
+        return shown
+    return f"{shown} ({fmean(left) / fmean(before) - 1:+.0%})"
+
+
+def _against(values: list[float], off: list[float], form: str) -> str:
+    shown = form.format(fmean(values))
+    if values is off or values == off:
+        return shown
+    changes = [value / base - 1.0 for value, base in zip(values, off, strict=True)]
+    change = f"{100 * fmean(changes):+.1f}"
+    if len(changes) > 1:
+        change += f"±{100 * stdev(changes) / len(changes) ** 0.5:.1f}"
+    return f"{shown} ({change} %)"
+
+
+def report(cases: Sequence[Case], cache: Path, seeds: Sequence[int]) -> str:
     """The table; runs found in `cache` are not run again."""
     lines = [_HEAD]
     for case in cases:
-        found = {name: _cached(case, name, cache, seed) for name in STRATEGIES}
+        found = {name: [cached_run(case, name, cache, s) for s in seeds] for name in STRATEGIES}
         lines += rows_of(case, found)
     return "\n".join(lines) + "\n"
 
 
 def goodput_table(case: Case, cache: Path, seed: int) -> str:
-    """The highest rate at which P90 TTFT and TPOT meet their SLO, by bisection over the load."""
-    lines = ["| strategy | goodput, requests/s | against `off` |", "|---|---|---|"]
-    best: dict[str, float] = {}
+    """Goodput of each strategy at each target of TPOT."""
+    lines = [
+        "| strategy | "
+        + " | ".join(f"TPOT {1e3 * s:g} ms | against `off`" for s in GOODPUT_TPOT_S),
+        "|---|" + "---|---|" * len(GOODPUT_TPOT_S),
+    ]
+    lines[0] += " |"
+    best: dict[tuple[str, float], float] = {}
     for name in STRATEGIES:
-        low, high = GOODPUT_LOADS
-        rate = 0.0
-        while high - low > GOODPUT_STEP:
-            load = round((low + high) / 2, 4)
-            run = _cached(replace(case, load=load), name, cache, seed)
-            if run["tpot_s"]["p90"] <= GOODPUT_TPOT_S and run["ttft_p90_s"] <= GOODPUT_TTFT_S:
-                low, rate = load, run["rate"]
-            else:
-                high = load
-        best[name] = rate
-        lines.append(f"| {name} | {rate:g} | {rate / best['off']:.2f}x |")
+        cells = [name]
+        for slo_s in GOODPUT_TPOT_S:
+            rate = best[name, slo_s] = goodput(case, name, slo_s, cache, seed)
+            cells += [f"{rate:.1f}", f"{rate / best['off', slo_s]:.2f}x"]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _cached(case: Case, strategy: str, cache: Path, seed: int) -> dict[str, Any]:
-    name = "-".join(str(value) for value in asdict(case).values()).replace(" ", "")
-    path = cache / f"{name}-{strategy}-{seed}.json"
-    if not path.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory() as folder:
-            found = measure_case(case, strategy, Path(folder), seed)
-        path.write_text(json.dumps(found), encoding="utf-8")
-    found = json.loads(path.read_text(encoding="utf-8"))
-    print(case.title, case.pp_size, case.workload, strategy, found, flush=True)
-    return dict(found)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,22 +125,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.rebalance_report", description=__doc__)
     parser.add_argument("out", type=Path, help="Markdown file to write")
     parser.add_argument("--cache", type=Path, default=Path("out/rebalance"), help="finished runs")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--case", type=int, nargs="*", help="numbers of the cases, from 0")
     parser.add_argument("--goodput", type=int, nargs="*", default=[], help="cases to bisect")
     args = parser.parse_args(argv)
     _quiet()
     cases = CASES if args.case is None else [CASES[i] for i in args.case]
-    table = report(cases, args.cache, args.seed)
+    table = report(cases, args.cache, args.seeds)
     for case in [CASES[i] for i in args.goodput]:
         table += (
             f"\n{case.title}, PP={case.pp_size}, {case.workload}: goodput at P90 TTFT "
-            f"{GOODPUT_TTFT_S:g} s and P90 TPOT {1e3 * GOODPUT_TPOT_S:g} ms\n\n"
+            f"{GOODPUT_TTFT_S:g} s, requests/s, by the target of P90 TPOT; seed {args.seeds[0]}\n\n"
         )
-        table += goodput_table(case, args.cache, args.seed)
+        table += goodput_table(case, args.cache, args.seeds[0])
     made = ", ".join(f"{name} {version}" for name, version in versions().items())
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    text = _TEXT.format(seed=args.seed, about=__doc__, made=made)
+    seeds = ", ".join(map(str, args.seeds))
+    text = _TEXT.format(seeds=seeds, about=__doc__, made=made, nothing=100 * NOTHING)
     args.out.write_text(text + table, encoding="utf-8")
     return 0
 

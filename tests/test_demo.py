@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from bench import demo_workload
+from bench.decode_heavy import imbalance
 from bench.demo_report import decode_counts
 from bench.greedy_check import first_difference, greedy_requests
 from bench.live_server import free_port, stop_group, thread_binding
@@ -137,3 +138,15 @@ def test_a_stopped_group_leaves_no_child() -> None:
 def test_a_free_port_can_be_bound() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", free_port()))
+
+
+def test_imbalance_counts_the_cohorts_that_carry_nothing() -> None:
+    def rows(*decodes: int) -> list[dict[str, int]]:
+        running = sum(decodes)
+        return [{"decodes": d, "running": running, "prefills": 0} for d in decodes if d]
+
+    assert imbalance(rows(5, 5, 5, 5), 4) == pytest.approx(0.0)
+    assert imbalance(rows(20, 0, 0, 0), 4) == pytest.approx(3.0**0.5)
+    assert imbalance(rows(8, 8, 0, 0), 4) == pytest.approx(1.0)
+    assert imbalance(rows(7, 5, 3, 1), 4) == pytest.approx(5.0**0.5 / 4.0)
+    assert imbalance([{"decodes": 3, "running": 4, "prefills": 1}], 4) == 0.0

@@ -81,7 +81,7 @@ def quietest(steps):
 @pytest.mark.parametrize("mode", [SYNC, ASYNC], ids=["sync", "async-v2"])
 @pytest.mark.parametrize(
     ("chunk", "rebalance"),
-    [("greedy", "threshold"), ("greedy", "even_share"), ("balanced", "even_share")],
+    [("greedy", "threshold"), ("greedy", "even_share"), ("greedy", "auto"), ("balanced", "auto")],
 )
 @pytest.mark.parametrize("prompts", [0, 40], ids=["decodes", "mixed"])
 def test_under_five_percent_of_schedule(benchmark, mode, chunk, rebalance, prompts, tmp_path):

@@ -18,6 +18,7 @@ from vllm_ppbalance.profile_fit import Measured, fit_cost_model
 from vllm_ppbalance.rebalance import Auto, EvenShare, Off, Tiered, make_rebalance_policy
 from vllm_ppbalance.rebalance.choose import slack_s
 from vllm_ppbalance.rebalance.loads import cohort_loads, next_context
+from vllm_ppbalance.rebalance.plan import KEPT_ROUNDS, make_plan, still_good
 from vllm_ppbalance.state import Decode, LatencyTotals, Lazy, MicroBatch
 
 SIZES = (1, 64, 512, 1024, 8192)
@@ -168,6 +169,18 @@ def test_auto_reads_no_request_while_nothing_is_to_be_done():
     assert make("auto", cost_model(0.02, 1e-6)).hold(flat) == {}
 
 
+def test_auto_keeps_its_plan_while_the_decodes_alive_hardly_change():
+    state = pipeline([60, 60, 60, 60])
+    plan = make_plan(cost_model(), state)
+    at_once, late = state._replace(step=104), state._replace(step=100 + 4 * KEPT_ROUNDS)
+    assert still_good(plan, at_once)
+    assert not still_good(plan, late)
+    assert still_good(plan, at_once._replace(num_ready=61))
+    assert not still_good(plan, at_once._replace(num_ready=64))
+    tiled = make_plan(tile_model(), state)
+    assert not still_good(tiled, at_once)
+
+
 def test_auto_acts_from_its_margin_on():
     """8 ms + 40 us a decode: two decodes over the mean of 50 are 0.8 % of the round."""
     state = pipeline([52, 50, 49, 49])
@@ -227,6 +240,10 @@ def test_auto_does_not_hold_for_a_prompt_that_takes_the_room_left():
     state = with_prompt([50, 50, 50, 40], 200)
     assert make("auto", cost_model()).hold(state)
     assert make("auto", cost_model()).hold(state._replace(waiting_tokens=9000)) == {}
+
+
+def test_auto_does_not_hold_for_a_prompt_where_the_next_micro_batches_are_full():
+    assert make("auto", cost_model()).hold(with_prompt([46, 47, 47, 47], 200)) == {}
 
 
 def test_auto_does_not_hold_for_a_prompt_where_few_decodes_gain_by_it():
@@ -290,9 +307,10 @@ def test_auto_follows_a_model_once_it_is_trusted_and_no_longer():
     small = [24, 22, 22, 20]
     assert policy.hold(pipeline(small, 100))
     model.mean_error = 0.9
-    assert policy.hold(pipeline(small, 104)) == {}
+    later = 100 + 4 * KEPT_ROUNDS
+    assert policy.hold(pipeline(small, later)) == {}
     model.mean_error = 0.0
-    assert policy.hold(pipeline(small, 108))
+    assert policy.hold(pipeline(small, later + 4))
 
 
 def test_the_cost_model_is_asked_for_where_it_is_needed():
@@ -387,9 +405,9 @@ def tpots(world):
 
 @pytest.mark.parametrize("pp_size", [2, 4, 8])
 def test_auto_shortens_the_time_per_token(pp_size):
-    """Median, P90 and P99, each summed over three loads: one load alone is as much chance."""
-    off = [serve("off", pp_size, seed) for seed in (1, 2, 3)]
-    auto = [serve("auto", pp_size, seed) for seed in (1, 2, 3)]
+    """Median, P90 and P99, each summed over eight loads: one load alone is as much chance."""
+    off = [serve("off", pp_size, seed) for seed in range(1, 9)]
+    auto = [serve("auto", pp_size, seed) for seed in range(1, 9)]
     assert [len(w.ended) for w in auto] == [len(w.ended) for w in off]
     ours, stock = (
         [sum(cut) for cut in zip(*map(tpots, runs), strict=True)] for runs in (auto, off)

@@ -23,7 +23,10 @@ class RebalanceSettings(Section):
     """Which decodes are held back a step so that the micro-batches carry equal work."""
 
     strategy: Literal["off", "even_share", "threshold", "tiered", "auto"] = knob(
-        "even_share", "", "Rule that moves decodes between the micro-batches in flight."
+        "auto",
+        "",
+        "Rule that moves decodes between the micro-batches in flight. `auto` goes by predicted "
+        "times and moves none where nothing is won; the others go by counts.",
     )
     delay_threshold: int = knob(
         4,
@@ -83,7 +86,7 @@ class AdmissionSettings(Section):
 
 
 class ProfilingSettings(Section):
-    """How the cost model of `alp`, `equal_latency` and `spread` gets its first numbers."""
+    """How the cost model of `auto` and of the predictive chunk rules gets its first numbers."""
 
     mode: Literal["auto", "always", "off"] = knob(
         "auto",
@@ -109,7 +112,7 @@ class ProfilingSettings(Section):
 
 
 class PredictorSettings(Section):
-    """How fast the cost model of `alp`, `equal_latency` and `spread` learns from serving."""
+    """How fast the cost model learns from serving."""
 
     forgetting: Annotated[float, Field(ge=0.9, le=1.0, allow_inf_nan=False)] = knob(
         0.9975,

@@ -53,7 +53,7 @@ COMBINATIONS = [
     *((chunk, other) for chunk in CHUNKS for other in ("off", "even_share", "threshold")),
     ("alp", "auto"),
     ("spread", "tiered"),
-    ("balanced", "even_share"),
+    ("balanced", "auto"),
     ("equal_latency", "even_share"),
 ]
 # So short that every prompt is late at once, however fast the machine: `alp` then takes the largest

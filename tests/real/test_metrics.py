@@ -104,6 +104,6 @@ def test_the_step_log_holds_every_micro_batch_and_can_be_explained(
 def test_the_start_is_told_in_one_line_with_its_sources(served: Served) -> None:
     lines = [line for line in served.log.splitlines() if "ppbalance is active" in line]
     assert len(lines) == 1
-    assert "chunk balanced, rebalance even_share, 2 stages" in lines[0]
+    assert "chunk balanced, rebalance auto, 2 stages" in lines[0]
     assert "PPBALANCE_TRACE" in lines[0]
     assert "stage times: " in lines[0]

@@ -84,7 +84,7 @@ def test_the_flag_alone_activates_it_and_tokens_stay_the_same(
     page = flagged.page
     assert page.value("ppbalance_tokens_total", kind="prefill", engine="0") == prompts
     assert page.value("ppbalance_slo_ttft_seconds", engine="0") == 2.0
-    assert "ppbalance is active: chunk balanced, rebalance even_share, 2 stages" in flagged.log
+    assert "ppbalance is active: chunk balanced, rebalance auto, 2 stages" in flagged.log
     assert "ppbalance failed" not in flagged.log
 
 

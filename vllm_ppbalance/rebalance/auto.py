@@ -9,14 +9,15 @@ from vllm_ppbalance.cost_model import CostModel
 from vllm_ppbalance.rebalance.choose import slack_s
 from vllm_ppbalance.rebalance.even_share import EvenShare
 from vllm_ppbalance.rebalance.fairness import Fairness
-from vllm_ppbalance.rebalance.loads import ready_context
-from vllm_ppbalance.rebalance.plan import RoundPlan, find_places, make_plan
+from vllm_ppbalance.rebalance.loads import prompts_in_round, ready_context
+from vllm_ppbalance.rebalance.plan import RoundPlan, find_places, make_plan, still_good
 from vllm_ppbalance.state import Decode, PipelineState
 
 NOBODY: Mapping[str, int] = MappingProxyType({})
 STALE = 16  # a plan is made anew where the decodes have changed by more than this part
 PAYS_BACK = 32.0  # rounds in which a hold must win what it costs
 PROMPT_PAYS_BACK = 0.5  # where prompt tokens are the excess: the held must be moved back
+SETTLING = 0.125  # weight of the newest round in the mean of prompt tokens
 FEW_MORE = 8  # decodes read beyond half as many again as are to be held
 FAR_OVER, FEW = 1.25, 2  # without a cost model: times the even share, and decodes beyond that
 
@@ -53,6 +54,7 @@ class Auto:
         self._fairness = Fairness()
         self._plan: RoundPlan | None = None
         self._plan_until = 0
+        self._prompts = 0.0  # prompt tokens a micro-batch, over the last rounds
 
     def hold(self, state: PipelineState) -> Mapping[str, int]:
         """The decodes to hold, each until the micro-batch that has room for it."""
@@ -64,13 +66,13 @@ class Auto:
         plan = self._plan
         if plan is None:
             return NOBODY if model.trusted else self._by_count(state)
-        if state.num_ready < 2 or _all_carry_prompts(state, plan):
+        if state.num_ready < 2 or _prompts_are_no_reason(state, plan):
             return NOBODY
         read = ready_context(state, plan.context)
         before_s = _seconds(model, state, state.num_ready, read)
         if before_s <= plan.level_s * (1.0 + self._margin):
             return NOBODY
-        if abs(state.decodes_alive - plan.alive) * STALE > plan.alive:
+        if state.step > plan.step and abs(state.decodes_alive - plan.alive) * STALE > plan.alive:
             self._renew(model, state)
             plan = self._plan or plan
         if plan.parks:
@@ -88,24 +90,46 @@ class Auto:
 
     def _renew(self, model: CostModel, state: PipelineState) -> None:
         self._plan_until = state.step + state.pp_size
-        self._plan = make_plan(model, state, self._plan) if model.trusted else None
+        if self._plan is not None and still_good(self._plan, state):
+            return
+        if not model.trusted:
+            self._plan = None
+            return
+        if model.tile():
+            newest = prompts_in_round(state) / state.pp_size
+            self._prompts += SETTLING * (newest - self._prompts)
+        self._plan = make_plan(model, state, self._prompts, self._plan)
 
     def _park(
         self, model: CostModel, state: PipelineState, plan: RoundPlan, read: int
     ) -> Mapping[str, int]:
-        """All over the tile sit out, if there are enough who may."""
-        over = state.num_ready + state.planned_prefill - plan.most_tokens
-        count = min(over, state.num_ready - 1)
-        chosen = self._candidates(state, count)[:count] if count > 0 else []
-        left = state.num_ready - len(chosen)
-        before_s = _seconds(model, state, state.num_ready, read)
-        after_s = _seconds(model, state, left, read * left // state.num_ready)
-        places = find_places(state, plan)[: len(chosen)]
-        steps = places + [1] * (len(chosen) - len(places))
-        gain_s = (before_s - after_s) * state.pp_size * plan.alive
-        if gain_s <= sum(steps) * plan.level_s:
+        """All over a multiple of the tile sit out, if there are enough who may: the best multiple.
+
+        The lowest one is the plan's; a prompt may need more by itself.
+        """
+        tokens = state.num_ready + state.planned_prefill
+        over = min(tokens - plan.most_tokens, state.num_ready - 1)
+        if over < 1:
             return NOBODY
-        held = {d.request_id: k for d, k in zip(chosen, steps, strict=True)}
+        before_s = _seconds(model, state, state.num_ready, read)
+        free = self._candidates(state, over)
+        lowest = max(plan.most_tokens, -(-(tokens - len(free)) // plan.tile) * plan.tile)
+        best, best_s = 0, 0.0
+        for most in range(lowest, tokens, plan.tile):
+            count = tokens - most
+            left = state.num_ready - count
+            if left < 1:
+                continue
+            after_s = _seconds(model, state, left, read * left // state.num_ready)
+            gain_s = (before_s - after_s) * state.pp_size * plan.alive
+            gain_s -= count * plan.level_s
+            if gain_s > best_s:
+                best, best_s = count, gain_s
+        if not best:
+            return NOBODY
+        places = find_places(state, plan)[:best]
+        steps = places + [1] * (best - len(places))
+        held = {d.request_id: k for d, k in zip(free, steps, strict=False)}
         self._fairness.note(held, state.step, state.pp_size, plan.parks)
         return held
 
@@ -163,18 +187,18 @@ class Auto:
         return sorted(few, key=lambda d: (d.holds_in_a_row, -slack_s(d, now_s, slo)))
 
 
-def _all_carry_prompts(state: PipelineState, plan: RoundPlan) -> bool:
-    """Whether this micro-batch's prompt tokens are no reason to hold: the next ones have as many.
+def _prompts_are_no_reason(state: PipelineState, plan: RoundPlan) -> bool:
+    """Whether only its prompt tokens make this micro-batch long, and to hold does not help.
 
-    Its decodes are not too many either; the tile is looked at elsewhere.
+    Either the next ones will have as many, or none of them has room for a decode. The tile is
+    looked at elsewhere.
     """
     prompt = state.planned_prefill
-    return (
-        bool(prompt)
-        and not plan.parks
-        and state.num_ready <= plan.share
-        and state.prefill_backlog() >= state.pp_size * prompt
-    )
+    if not prompt or plan.parks or state.num_ready > plan.share:
+        return False
+    if state.prefill_backlog() >= state.pp_size * prompt:
+        return True
+    return not plan.tile and all(batch.next_decodes >= plan.share for batch in state.in_flight)
 
 
 def _seconds(model: CostModel, state: PipelineState, decodes: int, context: int) -> float:

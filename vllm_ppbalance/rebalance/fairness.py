@@ -22,11 +22,11 @@ class Fairness:
     def note(self, holds: Mapping[str, int], step: int, pp_size: int, parks: float) -> None:
         """Note holds made at `step`; `parks` is the share of the decodes that must sit out anyway.
 
-        pp_size rounds are pp_size turns to run of a decode. It sits out one of them, and of the
-        others as many as its part of the plan.
+        Where that share is always out, each decode waits pp_size * parks / (1 - parks) steps a
+        round. In pp_size rounds it may be held for so many, and once more.
         """
-        turns = 1 + ceil(parks * pp_size)
-        free_at = step + -(-pp_size * pp_size // turns)
+        planned = pp_size * pp_size * parks / (1.0 - parks)
+        free_at = step + -(-pp_size * pp_size // (1 + ceil(planned)))
         for request_id, steps in holds.items():
             self._free_at[request_id] = max(free_at, step + steps + 1)
         if step >= self._tidy_at:

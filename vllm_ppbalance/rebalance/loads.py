@@ -1,5 +1,7 @@
 """What each cohort carries: decodes and the tokens they read."""
 
+from collections.abc import Iterable
+
 from vllm_ppbalance.state import MicroBatch, PipelineState
 
 
@@ -16,37 +18,45 @@ def next_context(batch: MicroBatch) -> int:
 
 def ready_context(state: PipelineState, mean: float) -> int:
     """About what the ready decodes read: as their micro-batch before, others at `mean` each."""
-    before = state.step - state.pp_size
+    before, ready = state.step - state.pp_size, state.num_ready
     for batch in state.recent:
         if batch.step == before and batch.next_decodes:
-            known = min(batch.next_decodes, state.num_ready)
-            read = next_context(batch) * known // batch.next_decodes
-            return read + int(mean * (state.num_ready - known))
-    return int(mean * state.num_ready)
+            read = next_context(batch)
+            if batch.next_decodes == ready:
+                return read
+            known = min(batch.next_decodes, ready)
+            return read * known // batch.next_decodes + int(mean * (ready - known))
+    return int(mean * ready)
+
+
+def mean_context(batches: Iterable[MicroBatch]) -> float:
+    """Tokens that a decode reads which follows on one of `batches`, on average; 0 without any."""
+    decodes = read = 0
+    for batch in batches:
+        if batch.next_decodes:
+            decodes += batch.next_decodes
+            read += next_context(batch)
+    return read / decodes if decodes else 0.0
 
 
 def cohort_loads(state: PipelineState) -> list[tuple[int, int]]:
     """(decodes, tokens they read) of each cohort, this step's first; held ones at the mean."""
-    flying = [(batch.next_decodes, next_context(batch)) for batch in state.in_flight]
-    decodes = sum(count for count, _ in flying)
-    mean = sum(read for _, read in flying) / decodes if decodes else 0.0
-    if not decodes:
-        last = [batch for batch in state.recent if batch.next_decodes]
-        decodes = sum(batch.next_decodes for batch in last)
-        mean = sum(map(next_context, last)) / decodes if decodes else 0.0
-    loads = [[0, 0] for _ in range(state.pp_size)]
-    loads[0] = [state.num_ready, ready_context(state, mean)]
-    for batch, (count, read) in zip(state.in_flight, flying, strict=True):
-        load = loads[(batch.step - state.step) % state.pp_size]
-        load[0] += count
-        load[1] += read
-    for step, count in state.parked.items():
-        load = loads[(step - state.step) % state.pp_size]
-        load[0] += count
-        load[1] += int(mean * count)
-    return [(count, read) for count, read in loads]
+    step, pp_size = state.step, state.pp_size
+    mean = mean_context(state.in_flight) or mean_context(state.recent)
+    decodes, reads = [0] * pp_size, [0] * pp_size
+    decodes[0], reads[0] = state.num_ready, ready_context(state, mean)
+    for batch in state.in_flight:
+        cohort = (batch.step - step) % pp_size
+        decodes[cohort] += batch.next_decodes
+        if batch.next_decodes:
+            reads[cohort] += next_context(batch)
+    for due, count in state.parked.items():
+        cohort = (due - step) % pp_size
+        decodes[cohort] += count
+        reads[cohort] += int(mean * count)
+    return list(zip(decodes, reads, strict=True))
 
 
 def prompts_in_round(state: PipelineState) -> int:
     """Prompt tokens in the last round of micro-batches."""
-    return sum(batch.prefill_tokens for batch in state.recent)
+    return sum(batch.prefill_tokens for batch in state.recent if batch.prefills)

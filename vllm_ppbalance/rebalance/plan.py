@@ -4,45 +4,78 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vllm_ppbalance.cost_model import CostModel
-from vllm_ppbalance.rebalance.loads import cohort_loads, prompts_in_round
+from vllm_ppbalance.rebalance.loads import cohort_loads, mean_context
 from vllm_ppbalance.state import PipelineState
 
 # Predicted gains at which to begin and to end staying at a tile. Prompts that do not fit the tile
 # take part of the gain, and changing back and forth makes the micro-batches unequal.
 PARK_ON, PARK_OFF = 0.15, 0.08
+ALIKE = 8  # loads are alike that differ by no more than this part
+VERY_FEW = 128  # as a part of the decodes: a change that no stage time shows
+KEPT_ROUNDS = 8
 
 
 class RoundPlan(NamedTuple):
     """The even micro-batch of a round, and the GPU's tile where staying in it pays."""
 
+    step: int  # at which it was made
     alive: int  # decodes of all cohorts
     share: int  # decodes of an even micro-batch
     level_s: float  # its predicted time
     context: float  # tokens a decode reads, on average
     by_context: float  # share of a decode's own time that reading its context takes
+    weighed_at: tuple[int, float]  # decodes and context for which that was computed
     tile: int  # tokens; 0 for none
     most_tokens: int  # decodes and prompt tokens that need no further tile
     parks: float = 0.0  # share of the decodes that sit out all the time; 0 where all fit
 
 
 def make_plan(
-    model: CostModel, state: PipelineState, before: RoundPlan | None = None
+    model: CostModel,
+    state: PipelineState,
+    prompts: float = 0.0,
+    before: RoundPlan | None = None,
 ) -> RoundPlan | None:
-    """The plan of the next pp_size steps; None with fewer than two decodes."""
-    loads = cohort_loads(state)
-    alive = sum(decodes for decodes, _ in loads)
+    """The plan of the next pp_size steps; None with fewer than two decodes.
+
+    `prompts` are the prompt tokens of a micro-batch, on average over the last rounds. Where the
+    load is about as `before`, so is the weight of contexts.
+    """
+    alive = state.decodes_alive
     if alive < 2:
         return None
-    context = sum(read for _, read in loads) / alive
+    context = mean_context(state.recent)
     share = -(-alive // state.pp_size)
     level_s = model.predict(share, (), share, int(context * alive / state.pp_size))
-    by_context = _by_context(model, share, int(context * share))
+    if before is not None and _alike(before.weighed_at, share, context):
+        by_context, weighed_at = before.by_context, before.weighed_at
+    else:
+        by_context, weighed_at = _by_context(model, share, int(context * share)), (share, context)
     tile = model.tile()
-    plan = RoundPlan(alive, share, level_s, context, by_context, tile, max(share, tile))
-    mean = (alive + prompts_in_round(state)) / state.pp_size
-    if not 0 < tile < mean:
+    plan = RoundPlan(
+        state.step, alive, share, level_s, context, by_context, weighed_at, tile, max(share, tile)
+    )
+    if not tile:
+        return plan
+    mean = alive / state.pp_size + prompts
+    if mean <= tile:
         return plan
     return _at_tile(model, plan, mean, before is not None and before.parks > 0.0)
+
+
+def still_good(plan: RoundPlan, state: PipelineState) -> bool:
+    """Whether a plan may serve one more round: its decodes are those alive, but for very few.
+
+    Never where there are tiles, which go by prompts too, and not for long: contexts grow.
+    """
+    if plan.tile or state.step >= plan.step + KEPT_ROUNDS * state.pp_size:
+        return False
+    return abs(state.decodes_alive - plan.alive) * VERY_FEW <= plan.alive
+
+
+def _alike(weighed_at: tuple[int, float], share: int, context: float) -> bool:
+    decodes, read = weighed_at
+    return abs(decodes - share) * ALIKE <= share and abs(read - context) * ALIKE <= context
 
 
 def _by_context(model: CostModel, decodes: int, read: int) -> float:
@@ -70,33 +103,35 @@ def find_places(state: PipelineState, plan: RoundPlan) -> list[int]:
     Where there are tiles, those that fit a tile without a further one come after those that make
     it even.
     """
-    loads = [_weigh(*load, plan) for load in cohort_loads(state)]
+    own, per_token = 1.0 - plan.by_context, plan.by_context / max(plan.context, 1.0)
+    loads = [own * decodes + per_token * read for decodes, read in cohort_loads(state)]
     one, most = loads[0] / state.num_ready, state.num_ready - 1
     if plan.tile:  # more than these cross no further step
         over = state.num_ready + state.planned_prefill - plan.most_tokens
         most = min(most, max(over, state.num_ready - plan.share, 0))
-    places = _spread(loads[1:], plan.share, one, most)
+    places = _spread(loads, plan.share, one, most)
     if not plan.tile:
         return places
     for steps in set(places):
         loads[steps] += places.count(steps) * one
-    return places + _spread(loads[1:], plan.most_tokens, one, most - len(places))
+    return places + _spread(loads, plan.most_tokens, one, most - len(places))
 
 
-def _weigh(decodes: int, read: int, plan: RoundPlan) -> float:
-    """A cohort's load in decodes of mean context."""
-    return decodes + plan.by_context * (read / max(plan.context, 1.0) - decodes)
+def _spread(loads: Sequence[float], level: float, one: float, most: int) -> list[int]:
+    """At most `most` places in the cohorts after the first, each worth `one`, up to `level`.
 
-
-def _spread(filled: Sequence[float], level: float, one: float, most: int) -> list[int]:
-    """At most `most` places in batches `filled` to some part of `level`, each place worth `one`.
-
-    What passes through a cohort from the one before takes its room there.
+    `loads` are in decodes of mean context. What passes through a cohort from the one before takes
+    its room there.
     """
     places: list[int] = []
     passing = 0.0
-    for steps, used in enumerate(filled, 1):
-        room = level - used - passing
-        passing = max(-room, 0.0)
-        places += [steps] * min(int(room / one + 0.01), most - len(places))
+    for steps in range(1, len(loads)):
+        room = level - loads[steps] - passing
+        if room < 0.0:
+            passing = -room
+            continue
+        passing = 0.0
+        count = int(room / one + 0.01)
+        if count:
+            places += [steps] * min(count, most - len(places))
     return places
