@@ -21,14 +21,14 @@ TABLE = BaseTable([64, 512, 1024, 4096], [5e-3, 14e-3, 25e-3, 90e-3])
 
 
 class Loop:
-    """256 running decodes over four micro-batches; `step` is one schedule() and one update."""
+    """Running decodes over four micro-batches; `step` is one schedule() and one update."""
 
-    def __init__(self, mode, config, prompts=0):
+    def __init__(self, mode, config, prompts=0, running=RUNNING):
         self.scheduler = build_scheduler(
             Scheduler,
             pp_size=PP_SIZE,
-            max_num_seqs=512,
-            num_gpu_blocks=1 << 14,
+            max_num_seqs=2 * running,
+            num_gpu_blocks=running << 6,
             additional_config=config,
             **mode,
         )
@@ -48,7 +48,7 @@ class Loop:
         self.scheduler._guard = timed
         self.adapter = VllmAdapter()
         self.in_flight = deque()
-        for i in range(RUNNING):
+        for i in range(running):
             spec = RequestSpec(f"r{i}", 0.0, 16, 4000)
             self.adapter.add_request(self.scheduler, spec)
         for _ in range(80):
@@ -74,8 +74,7 @@ class Loop:
 
 def quietest(steps):
     """Other work on the machine comes and goes: the quietest stretch tells what the code costs."""
-    blocks = [steps[at : at + BLOCK] for at in range(0, len(steps), BLOCK)]
-    return min(median(ours / vllm for ours, vllm in block) for block in blocks)
+    return min(median(ours / vllm for ours, vllm in block) for block in blocks(steps))
 
 
 @pytest.mark.parametrize("mode", [SYNC, ASYNC], ids=["sync", "async-v2"])
@@ -102,3 +101,40 @@ def test_under_five_percent_of_schedule(benchmark, mode, chunk, rebalance, promp
     print(f"ours {benchmark.extra_info} at {RUNNING} running requests")
     assert len(loop.scheduler.running) >= RUNNING
     assert share < 0.05
+
+
+def measured(mode, prompts, running, tmp_path):
+    """Steps of the default settings with `running` decodes and `prompts` long prompts."""
+    config = {"ppbalance": {"profiling": {"mode": "off", "directory": str(tmp_path)}}}
+    loop = Loop(mode, config, prompts, running)
+    steps = [loop.step() for _ in range(STEPS)]
+    assert len(loop.scheduler.running) >= running
+    return loop, steps
+
+
+@pytest.mark.parametrize("prompts", [0, 40], ids=["decodes", "mixed"])
+def test_a_thousand_requests_cost_no_larger_share_and_grow_no_faster_than_their_number(
+    prompts, tmp_path
+):
+    few = min(median(ours for ours, _ in block) for block in blocks_of(256, prompts, tmp_path))
+    loop, steps = measured(ASYNC, prompts, 1000, tmp_path)
+    share = quietest(steps)
+    while share >= 0.05 and len(steps) < 4 * STEPS:
+        steps += [loop.step() for _ in range(STEPS)]
+        share = quietest(steps)
+    many = min(median(ours for ours, _ in block) for block in blocks(steps))
+    vllm = median(vllm for _, vllm in steps)
+    print(f"ours {few * 1e6:.1f} us at 256, {many * 1e6:.1f} us at 1000 ({share:.2%} of ", end="")
+    print(f"vLLM's {vllm * 1e6:.0f} us), {prompts} prompts")
+    assert share < 0.05
+    assert many < few * 1000 / 256
+
+
+def blocks(steps):
+    """Stretches of a run."""
+    return [steps[at : at + BLOCK] for at in range(0, len(steps), BLOCK)]
+
+
+def blocks_of(running, prompts, tmp_path):
+    """Of a fresh engine's run."""
+    return blocks(measured(ASYNC, prompts, running, tmp_path)[1])
