@@ -9,7 +9,7 @@ HEAD = (
     "| req/s | GPUs | setting | attainment | TTFT mean / P90 (s) | TPOT mean / P90 (ms) "
     "| output tok/s | our part / vLLM's of schedule(), median us |\n" + "|---" * 8 + "|"
 )
-DEFAULTS = {"chunk": "balanced", "rebalance": "even_share", "admission": "on_time"}
+DEFAULTS = {"chunk": "balanced", "rebalance": "auto", "admission": "on_time"}
 
 
 def row(run: dict[str, Any], about: dict[str, Any]) -> str:
