@@ -53,7 +53,7 @@ class Deployment:
     @property
     def name(self) -> str:
         """Folder name of all that a measured stage time depends on."""
-        words = [Path(self.settings.profile).stem, f"pp{self.pp_size}", self.settings.link]
+        words = [load_profile(self.settings.profile).name, f"pp{self.pp_size}", self.settings.link]
         words += map(str, self.stage_layers or ())
         if not self.settings.pipeline_overhead:
             words.append("no_overhead")
