@@ -139,7 +139,8 @@ class Scheduler:
         if loaded.settings.metrics:
             metrics_seam.install()
         scheduler = balanced_class(stock, loaded.settings)(vllm_config, *args, **kwargs)
-        _log_start(scheduler.ppbalance, loaded)
+        if not scheduler.ppbalance_failed:
+            _log_start(scheduler.ppbalance, loaded)
         return scheduler
 
 
