@@ -16,7 +16,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from bench.measures import measure
 from bench.policies import parse_policy
+from bench.sim_spec import SimSpec
+from bench.sim_world import build_workload
+from bench.wall_clock.check import calls_of, in_virtual_time, records_of
 from bench.wall_clock.client import Call, send_all
 from bench.wall_clock.launch import Deployment
 from bench.wall_clock.running import ServerOptions, server_of
@@ -27,6 +31,8 @@ from vllm_ppbalance.top import read_page
 
 pytestmark = pytest.mark.real_vllm
 LIMIT_S = 280.0
+WORDS = ("running", "waiting")
+POLICY = "ours:balanced/even_share,profiling.max_seconds=5.0"
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ def served(policy, folder, **fields):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
-    with served("ours:balanced/even_share,profiling.max_seconds=5.0", folder) as running:
+    with served(POLICY, folder) as running:
         running.folder = folder
         yield running
         assert "ppbalance failed" not in running.log.read_text(errors="replace")
@@ -100,7 +106,19 @@ def wait_until_idle(server, limit_s=60.0):
     raise AssertionError(f"{busy} requests still there after {limit_s} s")
 
 
-WORDS = ("running", "waiting")
+def test_it_takes_the_time_that_virtual_time_says(server):
+    """Within what a busy machine may add; `bench.wall_clock.check` is the exact comparison."""
+    sent = {"name": "random", "rate": 3.0, "num_prompts": 24}
+    sent |= {"prompt_range": [64, 1024], "output_range": [16, 64]}
+    policy = parse_policy(POLICY).model_dump()
+    fields = {"workload": sent, "policy": policy, "kv_cache_gib": SCALE.kv_cache_gib}
+    spec = SimSpec.parse(fields)
+    requests = build_workload(spec)
+    real = measure(records_of(send(server, calls_of(requests))))
+    virtual = in_virtual_time(spec, requests)
+    print(f"mean TPOT {real.tpot_s.mean:.4f} s, in virtual time {virtual.tpot_s.mean:.4f} s")
+    assert 0.9 < real.tpot_s.mean / virtual.tpot_s.mean < 1.6
+    assert real.output_tok_per_s > 0.8 * virtual.output_tok_per_s
 
 
 def test_clients_that_leave_mid_stream(server):
