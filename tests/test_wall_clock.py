@@ -239,6 +239,7 @@ def test_the_command_line_says_the_whole_deployment(tmp_path):
         pp_size=2,
         mode="sync",
         max_num_seqs=7,
+        max_model_len=4096,
         stage_layers=(33, 31),
         prefix_caching=True,
     )

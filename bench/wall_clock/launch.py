@@ -96,6 +96,7 @@ class Deployment:
             *("--pp-size", str(self.pp_size), "--mode", self.mode),
             *("--max-num-seqs", str(self.max_num_seqs)),
             *("--max-num-batched-tokens", str(self.max_num_batched_tokens)),
+            *("--max-model-len", str(self.max_model_len)),
             *("--folder", str(self.folder)),
         ]
         if self.stage_layers is not None:

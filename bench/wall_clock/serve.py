@@ -15,6 +15,7 @@ import bench.vllm_cli  # noqa: F401 - names the CPU build, in spawned processes 
 from bench.pipeline import LINKS
 from bench.policies import parse_policy
 from bench.wall_clock.launch import Deployment
+from bench.wall_clock.model import MAX_POSITION
 from bench.wall_clock.settings import WallClockSettings
 
 
@@ -32,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     add("--kv-cache-gib", type=float, default=96.0, help="KV cache of one GPU (default 96)")
     add("--max-num-seqs", type=int, default=512, help="requests running at most (default 512)")
     add("--max-num-batched-tokens", type=int, default=8192, help="hard cap (default 8192)")
+    add("--max-model-len", type=int, default=MAX_POSITION, help="longest context, in tokens")
     add("--prefix-caching", action="store_true")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8000)
@@ -61,6 +63,7 @@ def deployment(args: argparse.Namespace) -> Deployment:
         mode=args.mode,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        max_model_len=args.max_model_len,
         prefix_caching=args.prefix_caching,
         stage_layers=layers,
     )

@@ -70,9 +70,10 @@ def check(answers):
         assert answer.token_ids == (due if answer.finished else due[: len(answer.token_ids)])
 
 
-def served(policy, folder, **fields):
+def served(policy, folder):
     settings = WallClockSettings(kv_cache_gib=SCALE.kv_cache_gib)
-    deployment = Deployment(parse_policy(policy), folder, settings=settings, **fields)
+    fits = settings.kv_cache_bytes // (4096 * 16)  # bytes a token and layer, layers a stage
+    deployment = Deployment(parse_policy(policy), folder, settings=settings, max_model_len=fits)
     return server_of(deployment, ServerOptions(folder / "server.log"))
 
 
