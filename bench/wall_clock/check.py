@@ -19,6 +19,7 @@ from bench.sim_spec import SimSpec
 from bench.sim_world import build_workload
 from bench.wall_clock.client import Answer, Call, send_all
 from bench.wall_clock.launch import Deployment
+from bench.wall_clock.model import MAX_POSITION
 from bench.wall_clock.running import ServerOptions, server_of
 from bench.wall_clock.settings import WallClockSettings
 from bench.workloads import BenchRequest, prompt_token_ids
@@ -45,6 +46,8 @@ def deployment_of(spec: SimSpec, folder: Path = FOLDER) -> Deployment:
         mode=spec.mode,
         max_num_seqs=spec.max_num_seqs,
         max_num_batched_tokens=spec.max_num_batched_tokens,
+        # vLLM refuses contexts that the KV cache cannot hold.
+        max_model_len=min(MAX_POSITION, spec.num_gpu_blocks * spec.block_size),
         prefix_caching=spec.prefix_caching,
         stage_layers=spec.stage_layers,
     )
