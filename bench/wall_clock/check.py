@@ -47,7 +47,7 @@ def deployment_of(spec: SimSpec, folder: Path = FOLDER) -> Deployment:
         max_num_seqs=spec.max_num_seqs,
         max_num_batched_tokens=spec.max_num_batched_tokens,
         # vLLM refuses contexts that the KV cache cannot hold.
-        max_model_len=min(MAX_POSITION, spec.num_gpu_blocks * spec.block_size),
+        max_model_len=min(MAX_POSITION, (spec.num_gpu_blocks - 2) * spec.block_size),
         prefix_caching=spec.prefix_caching,
         stage_layers=spec.stage_layers,
     )
