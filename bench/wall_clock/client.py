@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+from aiohttp.http_exceptions import HttpProcessingError
+
+LONGEST_LINE = 1 << 24  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ async def _one(
     try:
         async with asyncio.timeout(limit_s):
             await _stream(session, body, answer)
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+    except (aiohttp.ClientError, HttpProcessingError, ValueError, OSError) as error:
         answer.error = f"{type(error).__name__}: {error}"
     return answer
 
@@ -90,7 +93,10 @@ async def _one(
 async def _all(url: str, model: str, calls: Sequence[Call], limit_s: float) -> list[Answer]:
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
+    # The first line of an answer repeats the prompt's token ids.
+    async with aiohttp.ClientSession(
+        url, connector=connector, timeout=timeout, read_bufsize=LONGEST_LINE
+    ) as session:
         started_s = time.monotonic()
         return await asyncio.gather(
             *(_one(session, model, call, started_s, limit_s) for call in calls)
