@@ -183,7 +183,14 @@ def finish(run: ProfileRun, own: Controller) -> None:
             profile.ended_by,
         )
         return
-    own.use_model(fit_cost_model(profile.points, settings=own.settings.predictor), own.saver.store)
+    try:
+        model = fit_cost_model(profile.points, settings=own.settings.predictor)
+    except ValueError as error:  # a few odd times, as when a request ends the measuring early
+        logger.warning(
+            "ppbalance: what was measured makes no model (%s); learning from serving.", error
+        )
+        return
+    own.use_model(model, own.saver.store)
     own.saver.start()
     logger.info(
         "ppbalance: measured %d micro-batches (%s); profile in %s.",

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bench.byte_tokenizer import SPECIAL_TOKENS, write_tokenizer
 from bench.latency import LatencyProfile
-from bench.tiny_model import SPECIAL_TOKENS, write_tokenizer
 
 MAX_POSITION = 131_072
 # What a profile does not say of its model's shape, from the model's own config.json: inner size,

