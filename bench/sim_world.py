@@ -1,14 +1,14 @@
 """What a spec stands for: its requests as they are sent, and its pipeline of stages."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import overload
 
-from bench.batch import BatchShape
 from bench.engine import RequestSpec
 from bench.pipeline import LINKS, Activations, Pipeline
 from bench.sim_spec import SimSpec, profile_of
+from bench.stages import stage_time
 from bench.workloads import BenchRequest, WorkloadSpec, build, prompt_token_ids
 
 
@@ -52,18 +52,9 @@ def build_requests(workload: WorkloadSpec, data: Path | None = None) -> list[Ben
 
 def make_pipeline(spec: SimSpec) -> Pipeline:
     """Stages of the spec's profile and layers, embedding on the first, LM head on the last."""
-    profile = profile_of(spec.profile)
-    seconds, layers = profile.compiled, spec.layers
-    last, overhead = len(layers) - 1, spec.overhead
-
-    def stage(index: int, num_layers: int) -> Callable[[BatchShape], float]:
-        def alone(shape: BatchShape) -> float:
-            return seconds(shape, num_layers, index == 0, index == last)
-
-        return alone if overhead is None else overhead.wrap(alone, num_layers)
-
+    profile, layers = profile_of(spec.profile), spec.layers
     return Pipeline(
-        [stage(index, num_layers) for index, num_layers in enumerate(layers)],
+        [stage_time(profile, layers, index, spec.overhead) for index in range(len(layers))],
         links=LINKS[spec.link],
         activations=Activations(profile.hidden_size),
         noise=spec.noise,

@@ -1,4 +1,4 @@
-"""vLLM's real schedulers without a model or a GPU: the only file here that imports vllm.
+"""vLLM's real schedulers without a model or a GPU: all that the simulator imports of vllm.
 
 Nothing is downloaded and nothing is computed: the config is a file written on the spot, and the
 model runner is a function that answers with deterministic tokens.

@@ -165,6 +165,32 @@ def test_a_bad_setting_ends_the_server_with_one_line(registered, engine_args):
         scheduler_cls(args, usage_context=UsageContext.OPENAI_API_SERVER)
 
 
+@pytest.mark.parametrize("part", ["_additional_config", "enabled", "load_settings"])
+def test_a_config_that_cannot_be_read_does_not_stop_vllm(
+    registered, engine_args, monkeypatch, warnings_of_ours, part
+):
+    def raising(*_):
+        raise AttributeError("planted")
+
+    monkeypatch.setenv("PPBALANCE", "1")
+    monkeypatch.setattr(plugin, part, raising)
+    assert engine_args().create_engine_config().parallel_config.pipeline_parallel_size == 2
+    assert len(warnings_of_ours("ERROR")) == 1
+    monkeypatch.setenv("PPBALANCE_STRICT", "1")
+    with pytest.raises(AttributeError, match="planted"):
+        engine_args().create_engine_config()
+
+
+def test_a_vllm_without_the_way_in_starts_all_the_same(monkeypatch, warnings_of_ours):
+    """vLLM calls its plugins unguarded: what we raise would end every process of it."""
+    monkeypatch.delattr(EngineArgs, "create_engine_config")
+    plugin.register()
+    assert "create_engine_config" in warnings_of_ours("WARNING")[0]
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", None)
+    plugin.register()
+    assert len(warnings_of_ours("WARNING")) == 2
+
+
 def test_importing_the_package_imports_neither_vllm_nor_torch():
     code = "import sys, vllm_ppbalance; assert not {'vllm', 'torch'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -54,10 +54,13 @@ def register() -> None:
     Hooks the making of the engine's config: settings are checked before anything starts, and
     PPBALANCE=1 names our scheduler where the user named none.
     """
-    from vllm.engine.arg_utils import EngineArgs
-
-    original = getattr(EngineArgs, "create_engine_config", None)
-    if original is not None and not hasattr(original, "ppbalance"):
+    try:
+        EngineArgs: Any = importlib.import_module("vllm.engine.arg_utils").EngineArgs
+        original = EngineArgs.create_engine_config
+    except (ImportError, AttributeError) as error:  # vLLM would not start, with or without us
+        logger.warning("ppbalance is off unless it is named by --scheduler-cls: %r.", error)
+        return
+    if not hasattr(original, "ppbalance"):
         wrapper = _checked(original)
         wrapper.ppbalance = True  # type: ignore[attr-defined]
         EngineArgs.create_engine_config = wrapper
@@ -74,6 +77,10 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             # `vllm serve` gets one line instead of a traceback.
             raise SystemExit(f"ppbalance: {error}") from None
+        except Exception:
+            if strict():
+                raise
+            logger.exception("ppbalance cannot read the engine's config; vLLM starts all the same.")
         return config
 
     return create_engine_config
@@ -139,7 +146,8 @@ class Scheduler:
         if loaded.settings.metrics:
             metrics_seam.install()
         scheduler = balanced_class(stock, loaded.settings)(vllm_config, *args, **kwargs)
-        _log_start(scheduler.ppbalance, loaded)
+        if not scheduler.ppbalance_failed:
+            _log_start(scheduler.ppbalance, loaded)
         return scheduler
 
 

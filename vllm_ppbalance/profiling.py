@@ -56,14 +56,30 @@ class ProfileRun:
 
     def collect(self, result: dict[int, Any]) -> None:
         """Take the rows of our requests out of what goes to the clients."""
-        for client in result.values():
-            own = [row for row in client.outputs if own_request(row.request_id)]
-            if own:
-                client.outputs = [r for r in client.outputs if not own_request(r.request_id)]
-                self.profile.finished(row.request_id for row in own if row.finish_reason)
-            if client.finished_requests:
-                theirs = {r for r in client.finished_requests if not own_request(r)}
-                client.finished_requests = theirs
+        own = take_own_rows(result)
+        if own:
+            self.profile.finished(row.request_id for row in own if row.finish_reason)
+
+
+def take_own_rows(result: dict[int, Any]) -> list[Any]:
+    """The rows of our requests, which are then no longer among those for the clients."""
+    taken: list[Any] = []
+    for client in result.values():
+        own = [row for row in client.outputs if own_request(row.request_id)]
+        if own:
+            client.outputs = [r for r in client.outputs if not own_request(r.request_id)]
+            taken += own
+        if client.finished_requests:
+            client.finished_requests = {r for r in client.finished_requests if not own_request(r)}
+    return taken
+
+
+def abort_own_requests(scheduler: Any) -> None:
+    """End what measuring has left behind: nobody takes their rows out any more."""
+    from vllm.v1.request import RequestStatus
+
+    own = [request_id for request_id in scheduler.requests if own_request(request_id)]
+    scheduler.finish_requests(own, RequestStatus.FINISHED_ABORTED)
 
 
 def make_request(vllm_config: Any, request_id: str, num_tokens: int, hash_block: int) -> Any:
@@ -167,7 +183,14 @@ def finish(run: ProfileRun, own: Controller) -> None:
             profile.ended_by,
         )
         return
-    own.use_model(fit_cost_model(profile.points, settings=own.settings.predictor), own.saver.store)
+    try:
+        model = fit_cost_model(profile.points, settings=own.settings.predictor)
+    except ValueError as error:  # a few odd times, as when a request ends the measuring early
+        logger.warning(
+            "ppbalance: what was measured makes no model (%s); learning from serving.", error
+        )
+        return
+    own.use_model(model, own.saver.store)
     own.saver.start()
     logger.info(
         "ppbalance: measured %d micro-batches (%s); profile in %s.",

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 from vllm_ppbalance.admission import NO_CHANGE, OnTimeFirst
 from vllm_ppbalance.cohorts import Flight
 from vllm_ppbalance.controller import Controller
-from vllm_ppbalance.profiling import ProfileRun, finish, prepare
+from vllm_ppbalance.profiling import (
+    ProfileRun,
+    abort_own_requests,
+    finish,
+    prepare,
+    take_own_rows,
+)
 from vllm_ppbalance.reader import (
     cadence,
     can_decode,
@@ -28,7 +34,7 @@ from vllm_ppbalance.rows import NOBODY, read_rows
 from vllm_ppbalance.startup_profile import own_request
 from vllm_ppbalance.state import Decision, MicroBatch
 from vllm_ppbalance.step_timer import Step
-from vllm_ppbalance.telemetry import start_telemetry
+from vllm_ppbalance.telemetry import Telemetry, start_telemetry
 
 if TYPE_CHECKING:
     from vllm_ppbalance.config import Settings
@@ -50,6 +56,8 @@ class PPBalanceMixin:
     settings: Settings  # set on the class by `balanced_class`
     ppbalance: Controller
     ppbalance_failed: bool
+    telemetry: Telemetry | None
+    _profile_run: ProfileRun | None
 
     # vLLM's own, from the class behind us.
     vllm_config: Any
@@ -63,16 +71,23 @@ class PPBalanceMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.ppbalance_failed = False
+        self._stock_budget: int = self.max_num_scheduled_tokens
+        try:
+            self._set_up(kwargs)
+        except Exception:
+            self.ppbalance_failed, self.telemetry, self._profile_run = True, None, None
+            logger.exception("ppbalance failed to start; this engine has stock scheduling.")
+
+    def _set_up(self, kwargs: Mapping[str, Any]) -> None:
         pp_size = self.vllm_config.parallel_config.pipeline_parallel_size
         self.ppbalance = Controller(self.settings, pp_size, cadence(self.vllm_config))
         self.ppbalance.budget_floor = smallest_budget(self)
         if self.settings.admission.strategy == "on_time" and can_reorder(self):
             self.ppbalance.admission = OnTimeFirst(self.settings)
-        self.ppbalance_failed = False
-        self.telemetry = start_telemetry(self.ppbalance, self.vllm_config)
         self._decision: Decision | None = None  # for the micro-batch being formed
-        self._stock_budget: int = self.max_num_scheduled_tokens
-        self._profile_run: ProfileRun | None = None
+        self._profile_run = None
+        self.telemetry = start_telemetry(self.ppbalance, self.vllm_config)
         if self.settings.needs_cost_model:
             hash_block = kwargs.get("hash_block_size") or kwargs.get("block_size", 16)
             self._guard(self._prepare_model, hash_block)
@@ -93,6 +108,8 @@ class PPBalanceMixin:
         self._guard(self._observe, scheduler_output, result)
         if self._profile_run is not None:
             self._guard(self._advance_profile, self._profile_run, result)
+            if self.ppbalance_failed:
+                take_own_rows(result)
         if self.telemetry is not None:
             self.telemetry.attach(result, failed=self.ppbalance_failed, idle=not self.running)
         return result
@@ -104,8 +121,7 @@ class PPBalanceMixin:
             self._guard(self._end_profile, "a request came in")
         result = super().add_request(request, *args, **kwargs)  # type: ignore[misc]
         if new:
-            arrival_s = request.arrival_time
-            self._guard(self.ppbalance.arrived, request.request_id, request.num_tokens, arrival_s)
+            self._guard(self._arrived, request)
         return result
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -114,8 +130,7 @@ class PPBalanceMixin:
 
     def shutdown(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's shutdown(); what was learnt is kept."""
-        if self.ppbalance.saver is not None:
-            self._guard(self.ppbalance.saver.close)
+        self._guard(self._keep_what_was_learnt)
         if self.telemetry is not None:
             self.telemetry.close()
         return super().shutdown(*args, **kwargs)  # type: ignore[misc]
@@ -131,9 +146,19 @@ class PPBalanceMixin:
             self.ppbalance_failed = True
             self.max_num_scheduled_tokens = self._stock_budget
             logger.exception("ppbalance failed; this engine goes on with stock scheduling.")
+            if self._profile_run is not None:
+                self._profile_run = None
+                abort_own_requests(self)
         finally:
             if self.telemetry is not None:
                 self.telemetry.own_s += perf_counter() - started
+
+    def _arrived(self, request: Any) -> None:
+        self.ppbalance.arrived(request.request_id, request.num_tokens, request.arrival_time)
+
+    def _keep_what_was_learnt(self) -> None:
+        if self.ppbalance.saver is not None:
+            self.ppbalance.saver.close()
 
     def _prepare_model(self, hash_block: int) -> None:
         self._profile_run = prepare(self, self.ppbalance, hash_block)
@@ -145,9 +170,10 @@ class PPBalanceMixin:
             self._end_profile(run.profile.ended_by)
 
     def _end_profile(self, why: str) -> None:
-        run, self._profile_run = self._profile_run, None
+        run = self._profile_run
         if run is not None:
-            run.stop(why)
+            run.stop(why)  # before it is forgotten: if this fails, the guard ends its requests
+            self._profile_run = None
             finish(run, self.ppbalance)
 
     def _before(self) -> None:
