@@ -347,11 +347,12 @@ def test_schedule_passes_on_what_it_does_not_know():
 def test_the_state_says_what_the_scheduler_holds():
     """The reader fills the state by position: each value must land in its field."""
     requests = batch_of(12, prompt=300, max_tokens=40)
-    seen = []
+    seen, recent = [], []
 
     class Watch(FixedChunk):
         def budget(self, state):
             seen.append((state, list(state.waiting)))
+            recent.extend(state.recent)
             return super().budget(state)
 
     scheduler = build_scheduler(
@@ -375,6 +376,9 @@ def test_the_state_says_what_the_scheduler_holds():
         assert state.waiting_tokens == sum(prompt.new_tokens for prompt in waiting)
         assert state.decode_budget == state.num_ready <= 12
         assert 0.9 < state.kv_free <= 1.0
+    ends = [[new + before == 300 for new, before in batch.prefills] for batch in recent]
+    assert [True, False] in ends
+    assert all(flags == sorted(flags, reverse=True) for flags in ends)  # last chunks come first
     last = seen[-1][0]
     assert last.totals.first_tokens == 12
     assert last.totals.gaps > 400

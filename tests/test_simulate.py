@@ -98,8 +98,18 @@ def test_mooncake_prefixes_are_computed_once(tmp_path):
     assert scheduled_prefill(cached) == 1024 + 2 * 16
 
 
-def test_the_same_spec_gives_the_same_bytes_in_another_process(tmp_path):
-    spec = small_spec("ours:greedy/even_share", noise=0.1, seed=3)
+BUSY = {"rate": 90.0, "num_prompts": 400, "prompt_range": [20, 400], "output_range": [5, 300]}
+
+
+@pytest.mark.parametrize(
+    ("policy", "fields"),
+    [
+        ("ours:greedy/even_share", {"noise": 0.1, "seed": 3}),
+        ("ours:balanced/auto", {"workload": BUSY}),
+    ],
+)
+def test_the_same_spec_gives_the_same_bytes_in_another_process(policy, fields, tmp_path):
+    spec = small_spec(policy, **fields)
     here = simulate(spec).to_json()
     out = tmp_path / "run.json"
     file = tmp_path / "spec.yaml"

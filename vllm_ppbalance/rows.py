@@ -28,7 +28,9 @@ def read_rows(scheduler: Any, own: Controller, output: Any) -> Rows:
     context = sum(cached.num_computed_tokens)
     decode_tokens = output.total_num_scheduled_tokens
     decodes: Set[str] = ran
-    next_decodes, firsts, prefills = set(ran), set[str](), []
+    next_decodes, firsts = set(ran), set[str]()
+    ended: list[tuple[int, int]] = []  # chunks that end their prompt, then those that do not
+    going_on: list[tuple[int, int]] = []
     if prompts:
         # A prompt without a token yet adds no gap; a recomputed one must not.
         if scheduler.num_spec_tokens or not own.timer.last_token_s.keys().isdisjoint(prompts):
@@ -38,17 +40,18 @@ def read_rows(scheduler: Any, own: Controller, output: Any) -> Rows:
             length = requests[new_request.req_id].num_tokens
             own.backlog.admitted(length, new_request.num_computed_tokens)
     prefilling = own.prefilling
-    for request_id in prompts:
+    for request_id in sorted(prompts):
         request, new = requests[request_id], tokens[request_id]
         before = request.num_computed_tokens - new
-        prefills.append((new, before))
         decode_tokens -= new
         if request_id in prefilling or request_id in cached.resumed_req_ids:
             context -= before
         if request.is_prefill_chunk:
+            going_on.append((new, before))
             prefilling.add(request_id)
             next_decodes.discard(request_id)
         else:
+            ended.append((new, before))
             prefilling.discard(request_id)
             if not request.num_output_tokens:
                 firsts.add(request_id)
@@ -58,7 +61,7 @@ def read_rows(scheduler: Any, own: Controller, output: Any) -> Rows:
         len(ran) - len(prompts),
         decode_tokens,
         context,
-        tuple(prefills),
+        (*ended, *going_on),
         len(next_decodes),
     )
     return Rows(batch, ran, decodes, firsts, next_decodes)

@@ -90,7 +90,8 @@ class MicroBatch(NamedTuple):
     num_decodes: int  # rows that are established decodes
     decode_tokens: int  # their tokens: more than num_decodes with draft tokens
     decode_context: int  # tokens whose keys and values the decodes read, summed
-    prefills: tuple[tuple[int, int], ...]  # (new tokens, tokens before them) of each prompt chunk
+    # (new tokens, tokens before them) of each prompt chunk; those that end their prompt come first
+    prefills: tuple[tuple[int, int], ...]
     next_decodes: int  # rows that will ask to decode when this batch is done
 
     @property
