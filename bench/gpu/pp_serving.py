@@ -134,7 +134,7 @@ def main() -> int:
             results["runs"].append(summary(entry, ran, SLO, arguments.pp))
             print(json.dumps(results["runs"][-1]), flush=True)
             for step in ran.steps:
-                log.write(json.dumps({"run": number, **step}) + "\n")
+                log.write(json.dumps({"entry": number, **step}) + "\n")
             log.flush()
             if stages:
                 text = json.dumps({"fields": FIELDS, "stages": stages})
