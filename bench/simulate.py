@@ -116,8 +116,9 @@ def _simulate(
             )
         stages = [[Busy(*interval) for interval in stage] for stage in pipeline.intervals]
         records = finished(requests, run)
-        if profiles is not None and scheduler.ppbalance.saver is not None:
-            scheduler.ppbalance.saver.close()  # before its folder goes
+        own = getattr(scheduler, "ppbalance", None)
+        if own is not None and own.saver is not None:
+            own.saver.close()  # its thread must be done before its folder goes
         result = result_of(spec, scheduler, requests, records, run, stages)
     return Outcome(spec, result, real_costs(scheduler, run, started), records, run, stages, rows)
 

@@ -1,11 +1,15 @@
 """The report on a lone long prompt: its optimum is one, and its tables hold what was run."""
 
+import threading
+import time
+
 import pytest
 
 pytest.importorskip("vllm")
 
 from bench import predictor
 from bench.long_prompt_report import _greedy, main, optimum, run_alone
+from vllm_ppbalance.profile_store import ProfileStore
 
 pytestmark = pytest.mark.scheduler
 PROFILE, TOKENS = "h200_qwen2.5-32b", 16_384
@@ -40,6 +44,18 @@ def test_no_run_is_faster_than_the_optimum_and_it_is_no_more_than_a_fixed_chunk(
     least_s = min(run.ttft_s for run in runs)
     assert 0.8 * least_s < best_s < least_s
     assert all(run.work_s < run.ttft_s for run in runs)
+
+
+def test_nothing_is_still_being_written_when_a_run_is_over(monkeypatch):
+    save = ProfileStore.save
+
+    def slow_save(self, model):
+        time.sleep(0.3)
+        save(self, model)
+
+    monkeypatch.setattr(ProfileStore, "save", slow_save)
+    assert run_alone(PROFILE, 4, {"strategy": "balanced"}, 2048).ttft_s > 0.0
+    assert "ppbalance-save" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_the_report_is_written(tmp_path):
