@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from bench.batch import BatchShape
 from bench.bubbles import Busy, Load, bubble_ratio, stage_use
-from bench.engine import StepRecord
+from bench.engine_types import StepRecord
 from bench.sim_spec import SimSpec
 from bench.sim_world import make_pipeline
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from bench.bubbles import Busy, Load, StageUse, bubble_ratio, decode_spread, stage_use
-from bench.engine import RunResult
+from bench.engine_types import RunResult
 from bench.measures import RequestRecord, Slo, measure, p90_rule
 from bench.sim_spec import SimSpec
 from bench.versions import versions

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import overload
 
-from bench.engine import RequestSpec
+from bench.engine_types import RequestSpec
 from bench.pipeline import LINKS, Activations, Pipeline
 from bench.sim_spec import SimSpec, profile_of
 from bench.stages import stage_time

@@ -11,7 +11,8 @@ from typing import Any
 
 from bench.bubbles import Busy
 from bench.clock import VirtualClock
-from bench.engine import Engine, HostTime, RunResult
+from bench.engine import Engine
+from bench.engine_types import HostTime, RunResult
 from bench.measures import RequestRecord
 from bench.run_record import finished, finite, real_costs, result_of
 from bench.schedulers import make_scheduler

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
-from bench.engine import Engine, HostTime, RequestSpec
+from bench.engine import Engine
+from bench.engine_types import HostTime, RequestSpec
 from bench.policies import Policy
 from bench.schedulers import make_scheduler
 from bench.sim_spec import SimSpec

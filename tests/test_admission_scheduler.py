@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.engine import RequestSpec
+from bench.engine_types import RequestSpec
 from tests.worlds import MODES, serve
 
 pytestmark = pytest.mark.scheduler

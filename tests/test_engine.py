@@ -9,7 +9,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from bench.clock import VirtualClock
-from bench.engine import Engine, EngineStuckError, HostTime, RequestSpec
+from bench.engine import Engine, EngineStuckError
+from bench.engine_types import HostTime, RequestSpec
 from bench.pipeline import Pipeline
 from bench.vllm_harness import VllmAdapter, batch_shape, build_scheduler, sample_token
 

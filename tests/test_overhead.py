@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from bench.engine import RequestSpec
+from bench.engine_types import RequestSpec
 from bench.vllm_harness import VllmAdapter, build_scheduler
 from tests.worlds import ASYNC, SYNC, settings
 from vllm_ppbalance import Scheduler

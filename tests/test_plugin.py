@@ -115,13 +115,13 @@ def engine_args(tmp_path):
     """Arguments of an engine over a config.json, as `vllm serve` makes them."""
     from vllm.platforms import current_platform
 
-    from bench.vllm_harness import _model_dir
+    from bench.vllm_harness import model_dir
 
     if not current_platform.device_type:
         pytest.skip("vLLM's sources without kernels know no device to make an engine config for")
 
     def make(**fields):
-        fields = {"model": _model_dir(False).name, "skip_tokenizer_init": True, **fields}
+        fields = {"model": model_dir(False).name, "skip_tokenizer_init": True, **fields}
         return EngineArgs(max_model_len=512, pipeline_parallel_size=2, **fields)
 
     return make

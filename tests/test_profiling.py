@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from bench.engine import RequestSpec
+from bench.engine_types import RequestSpec
 from tests.worlds import ASYNC, SYNC, batch_of, serve
 from vllm_ppbalance.profile_store import ProfileRefusedError
 from vllm_ppbalance.startup_profile import own_request

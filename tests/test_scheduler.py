@@ -10,7 +10,8 @@ pytest.importorskip("vllm")
 import vllm
 
 from bench.clock import VirtualClock
-from bench.engine import Engine, RequestSpec
+from bench.engine import Engine
+from bench.engine_types import RequestSpec
 from bench.pipeline import Pipeline
 from bench.vllm_harness import VllmAdapter, build_scheduler
 from tests.worlds import ASYNC, MODES, SYNC, batch_of, serve, settings, stage_s

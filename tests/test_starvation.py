@@ -138,7 +138,7 @@ def restless(seed, count):
 def test_nobody_starves_in_vllms_scheduler(strategy, mode, tmp_path):
     """KV blocks are short, so that vLLM preempts."""
     pytest.importorskip("vllm")
-    from bench.engine import RequestSpec
+    from bench.engine_types import RequestSpec
     from tests.worlds import MODES, serve
 
     pp_size, steps = 4, SCHEDULER_STEPS // 4

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from bench.__main__ import main
-from bench.engine import RequestSpec
+from bench.engine_types import RequestSpec
 from bench.explain import findings, summarise
 from bench.step_log import LoggedMicroBatch, read_step_log, timeline_of
 from tests.worlds import ASYNC, SYNC, batch_of, serve, settings

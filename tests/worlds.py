@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.clock import VirtualClock
-from bench.engine import Engine, RequestSpec, RunResult
+from bench.engine import Engine
+from bench.engine_types import RequestSpec, RunResult
 from bench.pipeline import Pipeline
 from bench.vllm_harness import VllmAdapter, build_scheduler
 from vllm_ppbalance import Scheduler

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from vllm_ppbalance.controller import Controller
-from vllm_ppbalance.state import Decode, Lazy, Order, PipelineState, Waiting
+from vllm_ppbalance.state import Decode, Lazy, PipelineState, Waiting
 
 
 def read_state(scheduler: Any, own: Controller, step: int, stock_budget: int) -> PipelineState:
@@ -129,19 +129,6 @@ def _admitted(scheduler: Any, chunked: Set[str]) -> list[Any]:
 def can_reorder(scheduler: Any) -> bool:
     """Whether the waiting queue is a first come, first served one: priorities are the user's."""
     return isinstance(scheduler.waiting, deque)
-
-
-def reorder(queue: Any, order: Order) -> None:
-    """Move requests to the ends of vLLM's waiting queue; ids that are not in it are ignored."""
-    moved = {*order.first, *order.last}
-    found = {r.request_id: r for r in queue if r.request_id in moved}
-    queue.remove_requests(found.values())
-    for request_id in order.last:
-        if request_id in found:
-            queue.add_request(found[request_id])
-    for request_id in reversed(order.first):
-        if request_id in found:
-            queue.prepend_request(found[request_id])
 
 
 def cadence(vllm_config: Any) -> str:

@@ -1,6 +1,7 @@
 """The mixin over vLLM's schedulers: read state, decide, apply, super().schedule(), observe.
 
-With `reader.py` the only place that knows the fields of vLLM's scheduler and requests.
+With `reader.py` and `apply.py` the only place that knows the fields of vLLM's scheduler and
+requests.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from vllm_ppbalance.admission import NO_CHANGE, OnTimeFirst
+from vllm_ppbalance.apply import hold, release_if_empty, reorder
 from vllm_ppbalance.cohorts import Flight
 from vllm_ppbalance.controller import Controller
 from vllm_ppbalance.profiling import (
@@ -23,11 +25,9 @@ from vllm_ppbalance.profiling import (
 )
 from vllm_ppbalance.reader import (
     cadence,
-    can_decode,
     can_reorder,
     new_tokens,
     read_state,
-    reorder,
     smallest_budget,
 )
 from vllm_ppbalance.rows import NOBODY, read_rows
@@ -182,31 +182,18 @@ class PPBalanceMixin:
             own.finished(self.finished_req_ids)
         own.cohorts.begin_step(step, self.finished_req_ids)
         if own.may_be_empty:
-            self._release_if_empty(step)
+            release_if_empty(self.requests, own.cohorts, step)
         if not step % RESYNC_STEPS:
             own.cohorts.ready.intersection_update(r.request_id for r in self.running)
         self._decision = None
         if own.steady(step):
             return
         self._decision = decision = own.decide(read_state(self, own, step, self._stock_budget))
-        for request_id, steps in decision.hold.items():
-            request = self.requests[request_id]
-            request.next_decode_eligible_step = max(request.next_decode_eligible_step, step + steps)
+        hold(self.requests, decision.hold, step)
         if decision.order != NO_CHANGE:
             reorder(self.waiting, decision.order)
         run = self._profile_run
         self.max_num_scheduled_tokens = run.profile.budget if run else decision.budget
-
-    def _release_if_empty(self, step: int) -> None:
-        """Let all held decodes run if nothing else can: those they made room for are gone."""
-        cohorts = self.ppbalance.cohorts
-        ready = (self.requests.get(request_id) for request_id in cohorts.ready)
-        if any(request is not None and can_decode(request, step) for request in ready):
-            return
-        for request_id in cohorts.release():
-            request = self.requests.get(request_id)
-            if request is not None:
-                request.next_decode_eligible_step = step
 
     def _after(self, output: Any) -> None:
         own, step = self.ppbalance, self.current_step

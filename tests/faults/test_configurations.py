@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 
 from pydantic import BaseModel
 
-from bench.engine import RequestSpec
+from bench.engine_types import RequestSpec
 from tests.worlds import MODES, serve
 from vllm_ppbalance.config import Settings
 from vllm_ppbalance.sources import SettingsError, load_settings

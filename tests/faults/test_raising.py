@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from bench.engine import RequestSpec
+from bench.engine_types import RequestSpec
 from tests.worlds import MODES, serve
 from vllm_ppbalance import (
     admission,

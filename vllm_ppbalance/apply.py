@@ -1,0 +1,39 @@
+"""Decisions into vLLM's fields; `reader.py` is the way back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_ppbalance.cohorts import Cohorts
+from vllm_ppbalance.reader import can_decode
+from vllm_ppbalance.state import Order
+
+
+def hold(requests: Mapping[str, Any], holds: Mapping[str, int], step: int) -> None:
+    """Keep decodes out of `step` and as many after it as `holds` says; never sooner than vLLM."""
+    for request_id, steps in holds.items():
+        request = requests[request_id]
+        request.next_decode_eligible_step = max(request.next_decode_eligible_step, step + steps)
+
+
+def release_if_empty(requests: Mapping[str, Any], cohorts: Cohorts, step: int) -> None:
+    """Let all held decodes run if nothing else can: those they made room for are gone."""
+    ready = (requests.get(request_id) for request_id in cohorts.ready)
+    if any(request is not None and can_decode(request, step) for request in ready):
+        return
+    for request_id in cohorts.release():
+        request = requests.get(request_id)
+        if request is not None:
+            request.next_decode_eligible_step = step
+
+
+def reorder(queue: Any, order: Order) -> None:
+    """Move requests to the ends of vLLM's waiting queue; ids that are not in it are ignored."""
+    moved = {*order.first, *order.last}
+    found = {r.request_id: r for r in queue if r.request_id in moved}
+    queue.remove_requests(found.values())
+    for request_id in order.last:
+        if request_id in found:
+            queue.add_request(found[request_id])
+    for request_id in reversed(order.first):
+        if request_id in found:
+            queue.prepend_request(found[request_id])
