@@ -92,11 +92,8 @@ def test_under_five_percent_of_schedule(benchmark, mode, chunk, rebalance, promp
     while len(steps) < STEPS:  # --benchmark-disable runs it once
         steps.append(loop.step())
     share = quietest(steps)
-    for _ in range(8):  # a busy machine: look again, from the start
-        if share < 0.05:
-            break
-        loop = Loop(mode, config, prompts)
-        steps = [loop.step() for _ in range(STEPS)]
+    while share >= 0.05 and len(steps) < 4 * STEPS:
+        steps += [loop.step() for _ in range(STEPS)]
         share = quietest(steps)
     benchmark.extra_info["ours_us"] = round(median(ours for ours, _ in steps) * 1e6, 1)
     benchmark.extra_info["vllm_us"] = round(median(vllm for _, vllm in steps) * 1e6, 1)

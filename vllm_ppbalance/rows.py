@@ -35,7 +35,8 @@ def read_rows(scheduler: Any, own: Controller, output: Any) -> Rows:
         # A prompt without a token yet adds no gap; a recomputed one must not.
         if scheduler.num_spec_tokens or not own.timer.last_token_s.keys().isdisjoint(prompts):
             decodes = ran - prompts
-        own.left_queue(prompts)
+        if output.scheduled_new_reqs or cached.resumed_req_ids:
+            own.left_queue(prompts)
         for new_request in output.scheduled_new_reqs:
             length = requests[new_request.req_id].num_tokens
             own.backlog.admitted(length, new_request.num_computed_tokens)
