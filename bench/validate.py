@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from bench.policies import parse_policy
 from bench.sim_spec import SimSpec
+from bench.workloads import real_run_spec
 
 AZURE_CONV = "azure/AzureLLMInferenceTrace_conv.csv"
 FIELDS = ("name", "request_rate", "num_prompts", "max_num_scheduled_tokens", "decode_even_share")
@@ -90,18 +91,10 @@ def spec_of(run: Mapping[str, Any], lengths: Path, **fields: Any) -> SimSpec:
     if run["decode_even_share"]:
         policy = f"ours:fixed/even_share,chunk.fixed_tokens={budget}"
     swapped = "swapped" in str(run["lengths"])
+    workload = real_run_spec(lengths, run["request_rate"], int(run["num_prompts"]), swapped)
     return SimSpec.parse(
         {
-            # As workloads.h200x2_pp2 has it.
-            "workload": {
-                "name": "azure_swapped" if swapped else "azure_conv",
-                "path": str(lengths),
-                "arrival": "poisson",
-                "rate": float(run["request_rate"]),
-                "num_prompts": int(run["num_prompts"]),
-                "seed": 1,
-                "max_output_tokens": 2000,
-            },
+            "workload": asdict(workload),
             "policy": parse_policy(policy).model_dump(),
             "pp_size": 2,
             "kv_cache_gib": 84.0,

@@ -192,21 +192,26 @@ def _requests(
     return requests
 
 
+def real_run_spec(
+    path: str | Path, rate: float, num_prompts: int, swapped: bool, max_output_tokens: int = 2000
+) -> WorkloadSpec:
+    """The workload of the project's real runs on GPUs, to the bit: Poisson arrivals with seed 1."""
+    return WorkloadSpec(
+        name="azure_swapped" if swapped else "azure_conv",
+        path=str(path),
+        arrival="poisson",
+        rate=float(rate),
+        num_prompts=num_prompts,
+        seed=1,
+        max_output_tokens=max_output_tokens,
+    )
+
+
 def h200x2_pp2(
     path: str | Path, rate: float, duration_s: float, swapped: bool = False
 ) -> list[BenchRequest]:
-    """The workload of the project's real runs on two H200, to the bit: seed 1, output <= 2000."""
-    return build(
-        WorkloadSpec(
-            name="azure_swapped" if swapped else "azure_conv",
-            path=path,
-            arrival="poisson",
-            rate=rate,
-            num_prompts=int(rate * duration_s),
-            seed=1,
-            max_output_tokens=2000,
-        )
-    )
+    """The requests of those runs."""
+    return build(real_run_spec(path, rate, int(rate * duration_s), swapped))
 
 
 def prompt_token_ids(request: BenchRequest, vocab_size: int = 32000) -> list[int]:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from bench.gpu.report import name
 from bench.parallel import run_all
 from bench.sim_spec import SimSpec
 from bench.validate import AZURE_CONV, Numbers
+from bench.workloads import real_run_spec
 
 HEAD = (
     "| req/s | setting | attainment | TTFT mean, s | TTFT P90 | TPOT mean, ms | TPOT P90 "
@@ -18,21 +20,14 @@ HEAD = (
 
 def spec_of(run: dict[str, Any], lengths: Path, pp_size: int) -> SimSpec:
     """The run in virtual time, on the latency profile of one stage."""
-    swapped = run.get("swapped", False)
+    count, most = int(run["rate"] * run["duration_s"]), run.get("max_output", 2000)
+    workload = real_run_spec(lengths, run["rate"], count, run.get("swapped", False), most)
     policy = {"name": name(run), "scheduler": "stock", "budget": run.get("stock")}
     if "stock" not in run:
         policy = {"name": name(run), "scheduler": "ours", "settings": run["ppbalance"]}
     return SimSpec.parse(
         {
-            "workload": {
-                "name": "azure_swapped" if swapped else "azure_conv",
-                "path": str(lengths),
-                "arrival": "poisson",
-                "rate": float(run["rate"]),
-                "num_prompts": int(run["rate"] * run["duration_s"]),
-                "seed": 1,
-                "max_output_tokens": run.get("max_output", 2000),
-            },
+            "workload": asdict(workload),
             "policy": policy,
             "pp_size": pp_size,
             "kv_cache_gib": 84.0,

@@ -13,7 +13,7 @@ import os
 import platform
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from bench.gpu.live_engine import SHAPES, LiveEngine, finish_profile, write_mode
 from bench.gpu.live_run import Ran, decode_spread, serve, serve_alone
 from bench.gpu.stage_events import FIELDS, collect, install
 from bench.measures import Slo, measure
-from bench.workloads import BenchRequest, h200x2_pp2
+from bench.workloads import BenchRequest, build, real_run_spec
 
 SLO = Slo(2.0, 0.2)
 LIMIT_S = 240.0  # for one run
@@ -80,11 +80,10 @@ def run(live: LiveEngine, entry: dict[str, Any], trace: Path) -> tuple[Ran, list
         alone = [BenchRequest(f"alone-{i}", 0.0, n, output) for i, n in enumerate(lengths)]
         ran = serve_alone(live, alone, LIMIT_S)
     else:
+        count, most = int(entry["rate"] * entry["duration_s"]), entry.get("max_output", 2000)
         swapped = entry.get("swapped", False)
-        requests = h200x2_pp2(trace, entry["rate"], entry["duration_s"], swapped)
-        most = entry.get("max_output", 2000)
-        requests = [replace(r, output_tokens=min(r.output_tokens, most)) for r in requests]
-        ran = serve(live, requests, LIMIT_S)
+        sent = real_run_spec(trace, entry["rate"], count, swapped, most)
+        ran = serve(live, build(sent), LIMIT_S)
     return ran, live.on_workers(collect) if entry.get("events") else []
 
 
