@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 import vllm
 from vllm.engine.arg_utils import EngineArgs
 
-from tests.worlds import SYNC, batch_of, serve
+from tests.worlds import ASYNC, SYNC, batch_of, serve
 from vllm_ppbalance import plugin
 from vllm_ppbalance.sources import SettingsError
 
@@ -194,3 +194,18 @@ def test_a_vllm_without_the_way_in_starts_all_the_same(monkeypatch, warnings_of_
 def test_importing_the_package_imports_neither_vllm_nor_torch():
     code = "import sys, vllm_ppbalance; assert not {'vllm', 'torch'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+@pytest.mark.parametrize("mode", [SYNC, ASYNC], ids=["sync", "async-v2"])
+def test_one_stage_is_vllms_own_unless_it_is_to_be_measured(mode, tmp_path):
+    own = {"profiling": {"directory": str(tmp_path)}}
+    requests = batch_of(40, prompt=300, max_tokens=30)
+    stock = serve(requests, stock=True, pp_size=1, **mode)
+    named = serve(requests, pp_size=1, additional_config={"ppbalance": own}, **mode)
+    assert type(named.scheduler) is type(stock.scheduler)
+    assert named.rows == stock.rows
+    config = {"additional_config": {"ppbalance": own}, "ours": plugin.StageScheduler}
+    serve([], pp_size=1, **config, **mode)
+    measured = serve(requests, pp_size=1, **config, **mode)
+    assert not measured.scheduler.ppbalance_failed
+    assert measured.scheduler.ppbalance.cost_model.num_samples > 0
+    assert measured.tokens == stock.tokens

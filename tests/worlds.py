@@ -56,11 +56,20 @@ def settings(chunk=None, rebalance=None, **chunk_knobs):
     return {"ppbalance": own}
 
 
-def serve(requests, *, stock=False, additional_config=None, stage=stage_s, until_s=None, **options):
+def serve(
+    requests,
+    *,
+    stock=False,
+    ours=Scheduler,
+    additional_config=None,
+    stage=stage_s,
+    until_s=None,
+    **options,
+):
     """Serve `requests` to the end on `pp_size` equal stages (of one stage for stock PP=1)."""
     options.setdefault("num_gpu_blocks", 4096)  # making the blocks is most of a small test's time
     scheduler = build_scheduler(
-        None if stock else Scheduler,
+        None if stock else ours,
         additional_config=additional_config or settings(),
         **options,
     )

@@ -135,11 +135,13 @@ class Scheduler:
     when PPBALANCE_STRICT=1.
     """
 
+    fewest_stages = 2
+
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         """The scheduler vLLM asked for, which is not an instance of this class."""
         stock = stock_scheduler_class(vllm_config)
         loaded = load_settings(_additional_config(vllm_config), os.environ)
-        if not _usable(vllm_config):
+        if not _usable(vllm_config, cls.fewest_stages):
             return stock(vllm_config, *args, **kwargs)
         from vllm_ppbalance.scheduler import balanced_class
 
@@ -149,6 +151,12 @@ class Scheduler:
         if not scheduler.ppbalance_failed:
             _log_start(scheduler.ppbalance, loaded)
         return scheduler
+
+
+class StageScheduler(Scheduler):
+    """The same over a single stage too: to measure one, or to look at our code on one GPU."""
+
+    fewest_stages = 1
 
 
 def stock_scheduler_class(vllm_config: Any) -> type:
@@ -161,8 +169,8 @@ def stock_scheduler_class(vllm_config: Any) -> type:
     return getattr(importlib.import_module(f"vllm.v1.core.sched.{file}"), name)  # type: ignore[no-any-return]
 
 
-def _usable(vllm_config: Any) -> bool:
-    if vllm_config.parallel_config.pipeline_parallel_size <= 1:
+def _usable(vllm_config: Any, fewest_stages: int) -> bool:
+    if vllm_config.parallel_config.pipeline_parallel_size < fewest_stages:
         logger.info("ppbalance: pipeline_parallel_size is 1; vLLM's own scheduler is used.")
         return False
     problem = incompatibility()

@@ -203,7 +203,8 @@ def finish(run: ProfileRun, own: Controller) -> None:
 def profile_offline(arguments: list[str], limit_s: float) -> Path:
     """Start an engine with vLLM's own command-line `arguments`, measure it, stop it.
 
-    Returns the profile's file. Raises TimeoutError after `limit_s` seconds of measuring.
+    Without pipeline parallelism the whole model is measured, as one stage. Returns the profile's
+    file. Raises TimeoutError after `limit_s` seconds of measuring.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -211,7 +212,7 @@ def profile_offline(arguments: list[str], limit_s: float) -> Path:
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     engine_args = EngineArgs.from_cli_args(parser.parse_args(arguments))
-    engine_args.scheduler_cls = "vllm_ppbalance.Scheduler"
+    engine_args.scheduler_cls = "vllm_ppbalance.plugin.StageScheduler"
     own = (engine_args.additional_config or {}).get("ppbalance", {})
     own = {**own, "chunk": {"strategy": "spread", **own.get("chunk", {})}}
     own["profiling"] = {**own.get("profiling", {}), "mode": "always"}

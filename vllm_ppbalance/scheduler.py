@@ -225,13 +225,13 @@ class PPBalanceMixin:
         seconds = own.timer.stage_s(step, now_s)
         if step.batch is None:
             return
+        if self.telemetry is not None and not step.measuring:
+            self.telemetry.completed(step, seconds, now_s)  # predicts before this is learnt
         if seconds is not None:
             self._learn(step.batch, seconds, now_s)
         if step.measuring:
             own.cohorts.completed(step.step)
             return
-        if self.telemetry is not None:
-            self.telemetry.completed(step, seconds, now_s)
         produced = new_tokens(result, step.decodes) if self.num_spec_tokens else None
         own.timer.decode_tokens(step.decodes, now_s, produced)
         if step.firsts:

@@ -1,6 +1,5 @@
 """vLLM's engine in this process with random weights, driven turn by turn in real time."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -8,35 +7,6 @@ from typing import Any
 import numpy as np
 
 from bench.workloads import BenchRequest
-
-SHAPES = {
-    "tiny": {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8},
-    "qwen2.5-32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_attention_heads": 40},
-    "qwen2.5-14b": {"hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40},
-}
-LAYERS = {"tiny": 8, "qwen2.5-32b": 64, "qwen2.5-14b": 48}
-
-
-def write_model(directory: Path, name: str) -> None:
-    """A config.json in the shapes of a Qwen2.5 model; no weights, no tokenizer."""
-    config = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "num_hidden_layers": LAYERS[name],
-        "num_key_value_heads": 8,
-        "vocab_size": 512 if name == "tiny" else 152064,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        **SHAPES[name],
-    }
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 class LiveEngine:
@@ -110,13 +80,15 @@ class LiveEngine:
     def use(self, setting: dict[str, Any]) -> None:
         """Change the scheduler's settings; the engine must be idle.
 
-        `stock` is a token budget of vLLM's own scheduling, `ppbalance` our settings. An engine
-        with one stage has vLLM's own scheduler and takes only `stock`.
+        `stock` is a token budget of vLLM's own scheduling, `ppbalance` our settings, `running` how
+        many requests run at most. An engine without our scheduler takes no `ppbalance`.
         """
         scheduler, budget = self.scheduler, setting.get("stock")
+        most = scheduler.vllm_config.scheduler_config.max_num_seqs
+        scheduler.max_num_running_reqs = setting.get("running", most)
         if not hasattr(scheduler, "ppbalance"):
             if budget is None:
-                raise ValueError(f"{setting}: one stage: only a stock budget can be set")
+                raise ValueError(f"{setting}: not our scheduler: only a stock budget can be set")
             scheduler.max_num_scheduled_tokens = budget
             return
         scheduler.ppbalance_failed = budget is not None
@@ -133,6 +105,8 @@ class LiveEngine:
         from vllm_ppbalance.telemetry import start_telemetry
 
         scheduler = self.scheduler
+        if scheduler.telemetry is not None:
+            scheduler.telemetry.close()
         old, settings = scheduler.ppbalance, load_settings({"ppbalance": own}, {}).settings
         new = Controller(settings, old.pp_size, cadence(scheduler.vllm_config))
         new.budget_floor = smallest_budget(scheduler)

@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 import yaml
 
-from bench.gpu.live_engine import SHAPES, LiveEngine, finish_profile, write_model
+from bench.gpu.live_engine import LiveEngine, finish_profile
 from bench.gpu.live_run import Ran, decode_spread, serve, serve_alone
+from bench.gpu.models import SHAPES, write_model
 from bench.gpu.stage_events import FIELDS, collect, install
 from bench.measures import Slo, measure
 from bench.workloads import BenchRequest, build, real_run_spec
@@ -36,12 +37,14 @@ def summary(entry: dict[str, Any], ran: Ran, slo: Slo, pp_size: int) -> dict[str
     """The figures of one run."""
     steps = [step for step in ran.steps if step["tok"] and "step" in step]
     figures = asdict(measure(ran.records, slo))
-    own, vllm = ([step[name] for step in steps] for name in ("own_us", "sch_us"))
+    full = [step for step in steps if step["run"] >= entry.get("running", 0)]
+    own, vllm = ([step[name] for step in full] for name in ("own_us", "sch_us"))
     return {
         **entry,
         "measures": _known(figures),
         "wall_s": round(ran.wall_s, 3),
         "steps": len(steps),
+        "running_median": float(np.median([step["run"] for step in steps])),
         "decode_spread": decode_spread(ran.steps, pp_size),
         "own_us": {"p50": float(np.median(own)), "p99": float(np.quantile(own, 0.99))},
         "vllm_schedule_us": {"p50": float(np.median(vllm)), "p99": float(np.quantile(vllm, 0.99))},
@@ -68,23 +71,30 @@ def plan_entries(path: Path) -> Iterator[dict[str, Any]]:
 def run(live: LiveEngine, entry: dict[str, Any], trace: Path) -> tuple[Ran, list[Any]]:
     """Serve one entry of a plan; with `events: true` also the rows of every stage.
 
-    `prompts` are served alone, one after another, with an output of `output` tokens; otherwise the
-    Azure conversation lengths at `rate` for `duration_s`, `swapped` or not.
+    `prompts` are served alone, one after another, with an output of `output` tokens; of `running`
+    requests that many run at a time, `each` times as many in all; otherwise the Azure conversation
+    lengths at `rate` for `duration_s`, `swapped` or not.
     """
     live.use(entry)
     if entry.get("events"):
         live.on_workers(install)
     if "prompts" in entry:
         lengths = [n for n in entry["prompts"] for _ in range(entry.get("each", 1))]
-        output = entry.get("output", 1)
-        alone = [BenchRequest(f"alone-{i}", 0.0, n, output) for i, n in enumerate(lengths)]
-        ran = serve_alone(live, alone, LIMIT_S)
+        ran = serve_alone(live, at_once(lengths, entry.get("output", 1)), LIMIT_S)
+    elif "running" in entry:
+        lengths = [entry["prompt"]] * (entry["running"] * entry["each"])
+        ran = serve(live, at_once(lengths, entry["output"]), LIMIT_S)
     else:
         count, most = int(entry["rate"] * entry["duration_s"]), entry.get("max_output", 2000)
         swapped = entry.get("swapped", False)
         sent = real_run_spec(trace, entry["rate"], count, swapped, most)
         ran = serve(live, build(sent), LIMIT_S)
     return ran, live.on_workers(collect) if entry.get("events") else []
+
+
+def at_once(prompts: list[int], output: int) -> list[BenchRequest]:
+    """Requests of these lengths, all there from the beginning."""
+    return [BenchRequest(f"r{i}", 0.0, n, output) for i, n in enumerate(prompts)]
 
 
 def arguments_of() -> argparse.Namespace:

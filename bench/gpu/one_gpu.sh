@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# What one GPU can tell: tokens with and without the plugin, the profile of single stages, the
+# predictor online, the cost of a step, and four stages that share the GPU. About 10 minutes on an
+# H200. bash bench/gpu/one_gpu.sh OUT AZURE_CONV_CSV
+set -u
+OUT="$1" TRACE="$2"
+export VLLM_USE_V2_MODEL_RUNNER=1 VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1
+export VLLM_NO_USAGE_STATS=1 NCCL_NVLS_ENABLE=0
+mkdir -p "$OUT" out
+
+stage() { # model name engine-argument...
+    local model="$1" name="$2"
+    shift 2
+    mkdir -p "$OUT/$name"
+    python3 -m bench.gpu.models "$model" "$OUT/$name/model"
+    PPBALANCE_PROFILING__DIRECTORY="$OUT/$name" python3 -m vllm_ppbalance profile \
+        --model "$OUT/$name/model" --skip-tokenizer-init --load-format dummy \
+        --max-model-len 32768 --max-num-batched-tokens 8192 --max-num-seqs 512 \
+        --no-enable-prefix-caching "$@" >"$OUT/$name/log.txt" 2>&1 </dev/null
+}
+
+serve() { # folder plan pp model engine
+    mkdir -p "$OUT/$1"
+    python3 -m bench.gpu.pp_serving --out "$OUT/$1" --plan "configs/gpu/$2.yaml" --trace "$TRACE" \
+        --pp "$3" --model "$4" --engine "$5" >"$OUT/$1/log.txt" 2>&1 </dev/null
+}
+
+one_stage() {
+    stage qwen2.5-32b-stage 32b --async-scheduling
+    stage qwen2.5-32b-stage 32b_eager --async-scheduling --enforce-eager
+    stage qwen2.5-14b-stage 14b --async-scheduling
+    serve stage stage_h200 1 qwen2.5-32b-stage \
+        '{"scheduler_cls": "vllm_ppbalance.plugin.StageScheduler"}'
+    gzip -c out/online.jsonl >"$OUT/stage/online.jsonl.gz"
+}
+
+# Four processes on one GPU need an NCCL of 2.30 or later: NEW_NCCL names its library.
+four_stages() {
+    export CUDA_MPS_PIPE_DIRECTORY="$OUT/mps" CUDA_MPS_LOG_DIRECTORY="$OUT/mps"
+    export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25 NCCL_MULTI_RANK_GPU_ENABLE=1 VLLM_DISABLE_PYNCCL=1
+    mkdir -p "$OUT/mps"
+    nvidia-cuda-mps-control -d
+    LD_PRELOAD="${NEW_NCCL:-}" serve pp4 pp4_one_h200 4 qwen2.5-32b \
+        '{"worker_cls": "bench.gpu.shared_gpu.Worker", "kv_cache_memory_bytes": 12884901888,
+          "gpu_memory_utilization": 0.1}'
+    echo quit | nvidia-cuda-mps-control
+}
+
+for part in ${PARTS:-tokens one_stage four_stages}; do
+    case "$part" in
+        tokens) python3 -m bench.gpu.same_tokens "$OUT/tokens" >"$OUT/tokens.txt" 2>&1 </dev/null ;;
+        *) "$part" ;;
+    esac
+done
