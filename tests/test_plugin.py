@@ -195,6 +195,7 @@ def test_importing_the_package_imports_neither_vllm_nor_torch():
     code = "import sys, vllm_ppbalance; assert not {'vllm', 'torch'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
+
 @pytest.mark.parametrize("mode", [SYNC, ASYNC], ids=["sync", "async-v2"])
 def test_one_stage_is_vllms_own_unless_it_is_to_be_measured(mode, tmp_path):
     own = {"profiling": {"directory": str(tmp_path)}}

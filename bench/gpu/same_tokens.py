@@ -61,7 +61,7 @@ def engine(folder: Path, name: str, pp_size: int, asynchronous: bool) -> dict[st
     sent = requests()
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in sent]
     prompts = [{"prompt_token_ids": prompt} for prompt, _ in sent]
-    outputs = llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     found: Any = llm.llm_engine.engine_core
     used = found.engine_core.scheduler
     return {
