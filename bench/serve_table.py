@@ -37,6 +37,7 @@ class WallClockServer(LiveServer):
     """Real vLLM with stages that spend a profile's time, for one policy."""
 
     policy: str = "stock"
+    stream_interval: int = 1
 
     def command(self) -> list[str]:
         """The command line."""
@@ -44,6 +45,7 @@ class WallClockServer(LiveServer):
             *(sys.executable, "-m", "bench.wall_clock.serve", "--policy", self.policy),
             *("--pp-size", str(self.pp_size), "--port", str(self.port), *self.arguments),
             *("--", "--served-model-name", "wall-clock"),
+            *("--stream-interval", str(self.stream_interval)),
         ]
 
     def wait_for_profile(self) -> None:
@@ -67,6 +69,13 @@ def parse() -> argparse.Namespace:
     add_data_argument(parser)
     add_request_arguments(parser)
     parser.add_argument("--pp-size", type=int, default=4)
+    parser.add_argument(
+        "--stream-interval",
+        type=int,
+        default=1,
+        help="tokens in a message to the client, the first alone: more leave its core and the API "
+        "server's time for long runs on a small machine (default 1)",
+    )
     parser.add_argument("--out", type=Path, default=Path("out") / "serve_table")
     return parser.parse_args()
 
@@ -84,7 +93,8 @@ def served(args: argparse.Namespace, policy: str, cell: Cell) -> dict[str, Any]:
             return record
     log = out.with_suffix(".server.log")
     flushable = {"VLLM_SERVER_DEV_MODE": "1"}
-    with WallClockServer(Path(), args.pp_size, log, (), flushable, policy=policy) as server:
+    about = {"policy": policy, "stream_interval": args.stream_interval}
+    with WallClockServer(Path(), args.pp_size, log, (), flushable, **about) as server:
         if parse_policy(policy).scheduler == "ours":
             server.wait_for_profile()
         console.print(f"{policy}: up, {len(cell.requests)} requests over {cell.span_s:.0f} s")

@@ -54,7 +54,9 @@ def _lines(
         f"{workload['span_s']:.0f} s, {rate:.2f} req/s, SHA-256 `{workload['sha256'][:12]}`.",
         f"- Attainment of TTFT {slo['ttft_s']:g} s and TPOT {slo['tpot_s']:g} s.",
         "- In each pair the served number stands first. Sent late: how much later than the trace's "
-        "time the client sent a request, P99; it shares the machine's cores with the server.",
+        "time the client sent a request, P99; it shares the machine's cores with the server. With "
+        "`--stream-interval` above 1 vLLM sends several tokens at a time, but the first alone and "
+        "the last without a wait: TTFT and TPOT stay what they are.",
         f"- Versions: {versions}.",
         "",
         "| policy | attainment | TTFT P50 s | TTFT P90 s | TPOT P50 ms "
@@ -87,6 +89,6 @@ def _shown(words: Sequence[str]) -> str:
     """The command's words without this machine's folders."""
     shown = list(words)
     for index, word in enumerate(words[:-1]):
-        if word == "--data":
+        if word in ("--data", "--out"):
             shown[index + 1] = "DIR"
     return shlex.join(shown)
