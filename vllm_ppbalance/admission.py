@@ -79,12 +79,12 @@ class OnTimeFirst:
 
     def order(self, pace: Pace, now_s: float, computed: int) -> Order:
         """What to change, given `computed` prompt tokens so far and the wall clock."""
-        new_late = self._put_off(pace, now_s)
+        behind = not self._put_off(pace, now_s) and self._behind
         first = self._forgiven(computed)
-        if not (first or new_late) and self._behind:
+        if behind and not first:
             return NO_CHANGE
         self._behind = True
-        return Order(first, tuple(self._late))
+        return Order(first, () if behind else tuple(self._late))
 
     def _put_off(self, pace: Pace, now_s: float) -> bool:
         waiting = self._on_time
