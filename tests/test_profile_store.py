@@ -105,14 +105,14 @@ def test_learnt_state_is_saved_once_a_minute_and_at_the_end(tmp_path):
     saver = Saver(store, own)
     saver.tick(0.0)
     learn(own)
-    saver.tick(59.0)
-    saver.tick(59.9)
+    saver.tick(9.0)
+    saver.tick(9.9)
     assert saver._thread is None
-    saver.tick(60.0)
+    saver.tick(10.0)
     saver._thread.join(timeout=10)
     assert store.load(YEAR_S).num_samples == 1
     learn(own)
-    saver.tick(61.0)
+    saver.tick(11.0)
     saver.close()
     assert store.load(YEAR_S).num_samples == 2
 

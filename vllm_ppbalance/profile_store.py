@@ -17,7 +17,7 @@ from vllm_ppbalance.cost_model import PUBLISHED, CostModel
 logger = logging.getLogger("vllm.ppbalance")
 
 FORMAT = 1
-SAVE_EVERY_S = 60.0
+SAVE_EVERY_S = 10.0  # vLLM kills its engine soon after SIGTERM: no more than this is lost
 DAY_S = 86_400.0
 
 
@@ -103,7 +103,7 @@ class ProfileStore:
 
 
 class Saver:
-    """Writes what is learnt, on a thread of its own and at most once a minute."""
+    """Writes what is learnt, on a thread of its own and at most every SAVE_EVERY_S seconds."""
 
     def __init__(self, store: ProfileStore, model: CostModel) -> None:
         self.store = store
@@ -114,7 +114,7 @@ class Saver:
         self.error: str | None = None  # the last failure; only the first is logged
 
     def tick(self, now_s: float) -> None:
-        """Save if a minute has passed and something was learnt since."""
+        """Save if that time has passed and something was learnt since."""
         if self._last_s is None:
             self._last_s = now_s
         busy = self._thread is not None and self._thread.is_alive()
