@@ -100,7 +100,7 @@ def learn(own):
     assert own.observe(512, ((512, 0),), 0, 0, 0.02)
 
 
-def test_learnt_state_is_saved_once_a_minute_and_at_the_end(tmp_path):
+def test_learnt_state_is_saved_every_ten_seconds_and_at_the_end(tmp_path):
     store, own = ProfileStore(tmp_path, HERE), model()
     saver = Saver(store, own)
     saver.tick(0.0)

@@ -35,18 +35,30 @@ one_stage() {
 }
 
 # Four processes on one GPU need an NCCL of 2.30 or later: NEW_NCCL names its library.
-four_stages() {
+shared() { # command...
     export CUDA_MPS_PIPE_DIRECTORY="$OUT/mps" CUDA_MPS_LOG_DIRECTORY="$OUT/mps"
     export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25 NCCL_MULTI_RANK_GPU_ENABLE=1 VLLM_DISABLE_PYNCCL=1
+    export NCCL_MAX_P2P_NCHANNELS=1
     mkdir -p "$OUT/mps"
     nvidia-cuda-mps-control -d
-    LD_PRELOAD="${NEW_NCCL:-}" serve pp4 pp4_one_h200 4 qwen2.5-32b \
-        '{"worker_cls": "bench.gpu.shared_gpu.Worker", "kv_cache_memory_bytes": 12884901888,
-          "gpu_memory_utilization": 0.1}'
+    LD_PRELOAD="${NEW_NCCL:-}" "$@"
     echo quit | nvidia-cuda-mps-control
 }
 
-for part in ${PARTS:-tokens one_stage four_stages}; do
+four_stages() {
+    shared serve pp4 pp4_one_h200 4 qwen2.5-32b \
+        '{"worker_cls": "bench.gpu.shared_gpu.Worker", "kv_cache_memory_bytes": 12884901888,
+          "gpu_memory_utilization": 0.1}'
+}
+
+server() {
+    shared python3 -m bench.gpu.serve_check "$OUT/server" --pp 4 --model qwen2.5-14b-stage --rate 1 \
+        --worker-cls bench.gpu.shared_gpu.Worker --kv-cache-memory-bytes 8589934592 \
+        --gpu-memory-utilization 0.1 --distributed-executor-backend mp \
+        >"$OUT/server.txt" 2>&1 </dev/null
+}
+
+for part in ${PARTS:-tokens one_stage server four_stages}; do
     case "$part" in
         tokens) python3 -m bench.gpu.same_tokens "$OUT/tokens" >"$OUT/tokens.txt" 2>&1 </dev/null ;;
         *) "$part" ;;

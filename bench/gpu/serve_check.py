@@ -2,7 +2,7 @@
 
 Waits for the start-up measurement, streams completions at Poisson times, and keeps the
 `ppbalance_*` series of vLLM's own page. Exit status 1 where a request was not answered or there is
-no series.
+no series. Unknown options go to `vllm serve`.
 """
 
 import argparse
@@ -108,8 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pp", type=int, default=2)
     parser.add_argument("--rate", type=float, default=8.0, help="requests/s")
     parser.add_argument("--duration", type=float, default=20.0, help="s")
-    parser.add_argument("--engine", nargs="*", default=[], help="more words for vllm serve")
-    args = parser.parse_args(argv)
+    args, args.engine = parser.parse_known_args(argv)
     shutil.rmtree(args.out / "profiles", ignore_errors=True)
     args.out.mkdir(parents=True, exist_ok=True)
     found = serve(args)
