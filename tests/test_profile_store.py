@@ -90,7 +90,7 @@ def test_times_too_small_to_reckon_with_are_refused(tmp_path):
 def test_garbage_is_refused(tmp_path, raw):
     store = ProfileStore(tmp_path, HERE)
     store.path.write_bytes(raw)
-    with pytest.raises(ProfileRefusedError, match="cannot be read|format"):
+    with pytest.raises(ProfileRefusedError, match=r"cannot be read|format"):
         store.load(YEAR_S)
 
 
