@@ -17,9 +17,9 @@ from bench.measures import measure
 from bench.policies import parse_policy
 from bench.sim_spec import SimSpec
 from bench.sim_world import build_workload
-from bench.wall_clock.check import calls_of, in_virtual_time, records_of
 from bench.wall_clock.client import Call, send_all
 from bench.wall_clock.running import wait_for_profile
+from bench.wall_clock.runs import calls_of, in_virtual_time, records_of
 from tests.faults.processes import session_pids, wait_until_gone
 from tests.faults.servers import (
     LONG,
