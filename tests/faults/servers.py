@@ -113,11 +113,12 @@ def send(server, calls, limit_s=LIMIT_S):
     return answers
 
 
-def value(server, name):
-    """Sum of a series on the server's page. Raises LookupError where it has none."""
+def value(server, name, **labels):
+    """Sum of a series with these labels on the server's page. Raises LookupError without any."""
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
         families = text_string_to_metric_families(answer.read().decode())
-    found = [s.value for family in families for s in family.samples if s.name == name]
+    samples = (s for family in families for s in family.samples if s.name == name)
+    found = [s.value for s in samples if labels.items() <= s.labels.items()]
     if not found:
         raise LookupError(name)
     return sum(found)
