@@ -8,7 +8,6 @@ same command goes on, and a policy that has been served is not served again.
 import argparse
 import re
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from bench.cli_options import add_data_argument, add_request_arguments, make_spec, request_fields
-from bench.live_server import LiveServer, tail
+from bench.live_server import LiveServer
 from bench.measures import Slo
 from bench.openai_server import look_at
 from bench.parallel import run_all
@@ -26,9 +25,8 @@ from bench.serve_run import ServeRun, Watch, serve_cells
 from bench.serve_table_page import write_page
 from bench.served_record import is_finished, load
 from bench.sim_spec import SimSpec
+from bench.wall_clock.running import wait_for_profile
 
-PROFILE_LIMIT_S = 90.0  # the plugin measures the stages for 30 s at most
-_MEASURED = re.compile(r"ppbalance: measur(ed|ing ended)|stage times: the saved profile")
 console = Console(stderr=True)
 
 
@@ -47,16 +45,6 @@ class WallClockServer(LiveServer):
             *("--", "--served-model-name", "wall-clock"),
             *("--stream-interval", str(self.stream_interval)),
         ]
-
-    def wait_for_profile(self) -> None:
-        """Until the plugin has its stage times: the first request would end the measuring."""
-        deadline = time.monotonic() + PROFILE_LIMIT_S
-        while not _MEASURED.search(self.log.read_text(errors="replace")):
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"no stage times after {PROFILE_LIMIT_S:.0f} s: {tail(self.log)}"
-                )
-            time.sleep(0.5)
 
 
 def parse() -> argparse.Namespace:
@@ -96,7 +84,7 @@ def served(args: argparse.Namespace, policy: str, cell: Cell) -> dict[str, Any]:
     about = {"policy": policy, "stream_interval": args.stream_interval}
     with WallClockServer(Path(), args.pp_size, log, (), flushable, **about) as server:
         if parse_policy(policy).scheduler == "ours":
-            server.wait_for_profile()
+            wait_for_profile(log)
         console.print(f"{policy}: up, {len(cell.requests)} requests over {cell.span_s:.0f} s")
         run = ServeRun(look_at(server.url), policy, out, Slo(), num_warmups=8)
         watch = Watch(lambda text: console.print(text, soft_wrap=True), lambda *_: None)

@@ -33,7 +33,7 @@ def profile_folder(spec: SimSpec, max_model_len: int) -> Iterator[Path | None]:
     """
     own = spec.policy.settings
     ours = spec.policy.scheduler == "ours"
-    if not ours or "directory" in own.get("profiling", {}) or not _needs_model(spec):
+    if not ours or "directory" in own.get("profiling", {}) or not needs_model(spec):
         yield None
         return
     with tempfile.TemporaryDirectory(prefix="bench-profile-") as name:
@@ -44,7 +44,8 @@ def profile_folder(spec: SimSpec, max_model_len: int) -> Iterator[Path | None]:
         yield folder
 
 
-def _needs_model(spec: SimSpec) -> bool:
+def needs_model(spec: SimSpec) -> bool:
+    """Whether an idle start under the spec's policy measures the stages."""
     settings = load_settings({"ppbalance": spec.policy.settings}, {}).settings
     return settings.needs_cost_model and settings.profiling.mode == "auto"
 

@@ -63,6 +63,8 @@ def test_a_truncated_file_is_refused(tmp_path, cut):
         ("format", 99),
         ("deployment", None),
         ("saved_at", "today"),
+        ("saved_at", 10**400),
+        ("saved_at", float("nan")),
         ("model", {}),
         ("model", {"version": 1, "tokens": [1]}),
         ("model", None),
@@ -74,6 +76,21 @@ def test_a_file_of_another_shape_is_refused(tmp_path, field, value):
     saved = json.loads(store.path.read_text())
     store.path.write_text(json.dumps({**saved, field: value}))
     with pytest.raises(ProfileRefusedError):
+        store.load(YEAR_S)
+
+
+def test_times_too_small_to_reckon_with_are_refused(tmp_path):
+    store = ProfileStore(tmp_path, HERE)
+    store.save({**model().to_dict(), "seconds": [1e-320] * 3})
+    with pytest.raises(ProfileRefusedError, match="not a saved cost model"):
+        store.load(YEAR_S)
+
+
+@pytest.mark.parametrize("raw", [b"", b"\0" * 400, b"\xff\xfe garbage", b"[" * 200_000, b"{}"])
+def test_garbage_is_refused(tmp_path, raw):
+    store = ProfileStore(tmp_path, HERE)
+    store.path.write_bytes(raw)
+    with pytest.raises(ProfileRefusedError, match=r"cannot be read|format"):
         store.load(YEAR_S)
 
 

@@ -203,7 +203,7 @@ class CostModel:
             model = cls(table, theta, profiled=bool(saved["profiled"]), settings=settings)
             model.num_samples = int(saved["num_samples"])
             model._prefix_lengths = {int(n) for n in saved["prefix_lengths"]}
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise ValueError(f"not a saved cost model: {error!r}") from error
         model._bound()
         model._refresh()

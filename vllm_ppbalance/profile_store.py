@@ -56,7 +56,7 @@ class ProfileStore:
             saved = json.loads(self.path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ProfileRefusedError("there is none yet") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ProfileRefusedError(f"it cannot be read: {error}") from None
         if not isinstance(saved, dict) or saved.get("format") != FORMAT:
             raise ProfileRefusedError(f"its format is not {FORMAT}")
@@ -70,13 +70,14 @@ class ProfileStore:
         ]
         if foreign:
             raise ProfileRefusedError("it is of another deployment: " + "; ".join(foreign))
-        age_s = (time.time() if now_s is None else now_s) - saved_at
-        if age_s > max_age_s:
-            raise ProfileRefusedError(f"it is {age_s / DAY_S:.0f} days old")
         try:
-            return CostModel.from_dict(saved.get("model", {}), self._settings)
-        except ValueError as error:
+            age_s = (time.time() if now_s is None else now_s) - saved_at
+            model = CostModel.from_dict(saved.get("model", {}), self._settings)
+        except (ArithmeticError, ValueError) as error:
             raise ProfileRefusedError(str(error)) from None
+        if not age_s <= max_age_s:  # a time that is not a number is refused too
+            raise ProfileRefusedError(f"it is {age_s / DAY_S:.0f} days old")
+        return model
 
     def save(self, model: Mapping[str, Any], now_s: float | None = None) -> None:
         """Write a model's `to_dict()`; readers see the old file or the new one, never a part.

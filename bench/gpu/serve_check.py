@@ -22,12 +22,12 @@ import numpy as np
 
 from bench.byte_tokenizer import write_tokenizer
 from bench.gpu.models import SHAPES, write_model
-from bench.live_server import LiveServer, tail
+from bench.live_server import LiveServer
 from bench.measures import measure
-from bench.wall_clock.check import records_of
 from bench.wall_clock.client import Call, send_all
+from bench.wall_clock.running import wait_for_profile
+from bench.wall_clock.runs import records_of
 
-PROFILE_LIMIT_S = 60.0
 _MEASURED = re.compile(r"ppbalance: (measured \d+ micro-batches.*)|ppbalance: measuring ended")
 _STARTED = re.compile(r"ppbalance is active.*")
 
@@ -46,16 +46,6 @@ class GpuServer(LiveServer):
             *("--pipeline-parallel-size", str(self.pp_size), "--max-model-len", "16384"),
             *self.arguments,
         ]
-
-
-def wait_for_profile(log: Path) -> float:
-    """Seconds until the plugin has its stage times. Raises RuntimeError where it never has."""
-    began = time.monotonic()
-    while not _MEASURED.search(log.read_text(errors="replace")):
-        if time.monotonic() - began > PROFILE_LIMIT_S:
-            raise RuntimeError(f"nothing measured within {PROFILE_LIMIT_S} s: {tail(log)}")
-        time.sleep(0.2)
-    return time.monotonic() - began
 
 
 def calls(rate: float, duration_s: float) -> list[Call]:
@@ -85,7 +75,9 @@ def serve(args: argparse.Namespace) -> dict[str, Any]:
     variables |= {"PPBALANCE": "1", "PPBALANCE_PROFILING__DIRECTORY": str(args.out / "profiles")}
     sent = calls(args.rate, args.duration)
     with GpuServer(model, args.pp, log, args.engine, variables) as server:
-        profile_s = wait_for_profile(log)
+        began = time.monotonic()
+        wait_for_profile(log)
+        profile_s = time.monotonic() - began
         answers = send_all(server.url, str(model), sent, args.duration + 120.0)
         lines = series(server.url)
     text = log.read_text(errors="replace")

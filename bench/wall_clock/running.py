@@ -1,12 +1,17 @@
 """Starts a wall-clock server in a process of its own, waits for it, and always stops it."""
 
+import re
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.live_server import LiveServer
+from bench.live_server import LiveServer, tail
 from bench.wall_clock.launch import Deployment
+
+PROFILE_LIMIT_S = 90.0  # the plugin measures the stages for 30 s at most
+_MEASURED = re.compile(r"ppbalance: measur(ed|ing ended)|stage times: the saved profile")
 
 
 @dataclass
@@ -44,3 +49,15 @@ def server_of(deployment: Deployment, options: ServerOptions) -> WallClockServer
         options.environment,
         words=deployment.words(),
     )
+
+
+def wait_for_profile(log: Path, limit_s: float = PROFILE_LIMIT_S) -> None:
+    """Until the plugin of the server that writes `log` has its stage times.
+
+    The first request would end the measuring. Raises RuntimeError after `limit_s`.
+    """
+    deadline_s = time.monotonic() + limit_s
+    while not _MEASURED.search(log.read_text(errors="replace")):
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"no stage times after {limit_s:.0f} s: {tail(log)}")
+        time.sleep(0.5)

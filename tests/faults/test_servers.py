@@ -1,7 +1,6 @@
 """Faults on a real server over wall-clock stages: every request is answered or reported.
 
-What a request should get is known: its tokens depend on its prompt and nothing else. BENCH_FAULTS
-set to long runs large sizes, and a killed worker too; else seconds each.
+What a request should get is known: its tokens depend on its prompt and nothing else.
 """
 
 import os
@@ -9,11 +8,8 @@ import random
 import signal
 import threading
 import time
-import urllib.request
-from dataclasses import dataclass
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 pytest.importorskip("vllm")
 
@@ -21,106 +17,42 @@ from bench.measures import measure
 from bench.policies import parse_policy
 from bench.sim_spec import SimSpec
 from bench.sim_world import build_workload
-from bench.wall_clock.check import calls_of, in_virtual_time, records_of
 from bench.wall_clock.client import Call, send_all
-from bench.wall_clock.launch import BLOCK_TOKENS, Deployment
-from bench.wall_clock.running import ServerOptions, server_of
-from bench.wall_clock.settings import WallClockSettings
-from bench.wall_clock.tokens import prompt_digest, token_at
+from bench.wall_clock.running import wait_for_profile
+from bench.wall_clock.runs import calls_of, in_virtual_time, records_of
 from tests.faults.processes import session_pids, wait_until_gone
+from tests.faults.servers import (
+    LONG,
+    SCALE,
+    check,
+    log_of,
+    prompt,
+    send,
+    served,
+    value,
+    wait_until_idle,
+)
+from tests.faults.watched import Watched
 
 pytestmark = pytest.mark.real_vllm
-LIMIT_S = 280.0
-WORDS = ("running", "waiting")
-POLICY = "ours:balanced/even_share,profiling.max_seconds=5.0"
-
-
-@dataclass(frozen=True)
-class Scale:
-    """How much of each fault."""
-
-    leaving: int  # requests, of which a tenth leaves
-    rate: float
-    tiny: int
-    long_prompt: int  # tokens
-    chats: int
-    crowd: int  # requests that exhaust the KV cache
-    kv_cache_gib: float
-
-
-SCALES = {
-    "short": Scale(120, 20.0, 300, 20_000, 20, 48, 2.0),
-    "long": Scale(2000, 30.0, 10_000, 100_000, 200, 500, 8.0),
-}
-SCALE = SCALES[os.environ.get("BENCH_FAULTS", "short")]
-
-
-def prompt(rng, low, high):
-    return tuple(rng.choices(range(4, 260), k=rng.randint(low, high)))
-
-
-def check(answers):
-    """All are accounted for; what came is a prefix of what was due, all of it where nobody left."""
-    for answer in answers:
-        call = answer.call
-        assert answer.error is None, (call.request_id, answer.error)
-        assert answer.finished != answer.left
-        digest = prompt_digest(call.prompt)
-        due = [token_at(digest, i) for i in range(call.max_tokens)]
-        assert answer.token_ids == (due if answer.finished else due[: len(answer.token_ids)])
-
-
-def served(policy, folder):
-    settings = WallClockSettings(kv_cache_gib=SCALE.kv_cache_gib)
-    # Bytes a token and layer, layers a stage; vLLM keeps a block for itself.
-    fits = settings.kv_cache_bytes // (4096 * 16) - 2 * BLOCK_TOKENS
-    deployment = Deployment(parse_policy(policy), folder, settings=settings, max_model_len=fits)
-    return server_of(deployment, ServerOptions(folder / "server.log"))
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
+    """Under the default policy, its stage times measured before the first request."""
     folder = tmp_path_factory.mktemp("faults")
-    with served(POLICY, folder) as running:
+    with served(SCALE.policy, folder) as running:
+        wait_for_profile(running.log)
+        assert "ppbalance: measured" in log_of(running)
         yield running
-        assert "ppbalance failed" not in running.log.read_text(errors="replace")
-
-
-def send(server, calls):
-    started_s = time.monotonic()
-    answers = send_all(server.url, str(server.model), calls, LIMIT_S)
-    left = sum(a.left for a in answers)
-    print(f"{len(calls)} sent, {len(answers) - left} answered, {left} left", end=", ")
-    print(f"{time.monotonic() - started_s:.1f} s")
-    return answers
-
-
-def value(server, name):
-    """Sum of a series on the server's page. Raises LookupError where it has none."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
-        families = text_string_to_metric_families(answer.read().decode())
-    found = [s.value for family in families for s in family.samples if s.name == name]
-    if not found:
-        raise LookupError(name)
-    return sum(found)
-
-
-def wait_until_idle(server, limit_s=60.0):
-    """Nothing runs or waits: what the clients left behind is gone."""
-    deadline_s = time.monotonic() + limit_s
-    while time.monotonic() < deadline_s:
-        busy = sum(value(server, f"vllm:num_requests_{word}") for word in WORDS)
-        if not busy:
-            return
-        time.sleep(0.3)
-    raise AssertionError(f"{busy} requests still there after {limit_s} s")
+        assert "ppbalance failed" not in log_of(running)
 
 
 def test_it_takes_the_time_that_virtual_time_says(server):
     """Within what a busy machine may add; `bench.wall_clock.check` is the exact comparison."""
     sent = {"name": "random", "rate": 3.0, "num_prompts": 24}
     sent |= {"prompt_range": [64, 1024], "output_range": [16, 64]}
-    policy = parse_policy(POLICY).model_dump()
+    policy = parse_policy(SCALE.policy).model_dump()
     fields = {"workload": sent, "policy": policy, "kv_cache_gib": SCALE.kv_cache_gib}
     spec = SimSpec.parse(fields)
     requests = build_workload(spec)
@@ -174,6 +106,27 @@ def test_a_crowd_that_does_not_fit_the_kv_cache(server):
     assert value(server, "vllm:num_preemptions_total") > 0
 
 
+@pytest.mark.timeout(1200)
+def test_a_kv_cache_that_is_exhausted_for_long(server):
+    """More comes than fits, minutes long with BENCH_FAULTS=long: none waits for ever."""
+    rng, load = random.Random(7), SCALE.pressure
+    calls = [
+        Call(f"p{i}", i / load.rate, prompt(rng, *load.prompt), rng.randint(*load.output))
+        for i in range(int(load.rate * load.seconds))
+    ]
+    with Watched(server, every_s=0.4 + 0.01 * load.seconds) as watched:
+        answers = send(server, calls, limit_s=900.0)
+    print(f"{watched.preemptions} preemptions within {watched.preempting_s:.0f} s", end=", ")
+    print(f"with predictions {watched.share_predicting:.0%} of the time")
+    check(answers)
+    assert watched.preemptions > 0
+    assert watched.preempting_s >= load.preempting_s
+    assert not watched.ever_stock
+    assert watched.share_predicting > 0.5
+    wait_until_idle(server)
+    assert value(server, "vllm:kv_cache_usage_perc") == 0.0
+
+
 def under_load(server, act):
     """Sends requests, calls `act` in the middle; the answers."""
     rng = random.Random(4)
@@ -196,8 +149,8 @@ def test_sigterm_under_load_leaves_no_process(server):
     assert not left
 
 
-@pytest.mark.skipif(SCALE is SCALES["short"], reason="two more servers: BENCH_FAULTS=long")
-@pytest.mark.parametrize("policy", ["stock:2048", "ours:balanced/even_share"])
+@pytest.mark.skipif(not LONG, reason="two more servers: BENCH_FAULTS=long")
+@pytest.mark.parametrize("policy", ["stock:2048", "ours:balanced/auto"])
 def test_a_killed_worker_is_no_worse_than_with_stock(policy, tmp_path):
     with served(policy, tmp_path) as running:
         session, process = running.process.pid, running.process
