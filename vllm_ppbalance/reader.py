@@ -5,6 +5,7 @@ With `scheduler.py` the only place that knows their fields.
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Set
+from itertools import chain
 from typing import Any
 
 from vllm_ppbalance.controller import Controller
@@ -92,8 +93,9 @@ def waiting_prompts(scheduler: Any, own: Controller, reverse: bool = False) -> I
     if passed_over is None:
         passed_over = scheduler.skipped_waiting
     admitted = _admitted(scheduler, chunked)
-    requests = [*admitted, *passed_over, *scheduler.waiting]
-    for request in reversed(requests) if reverse else requests:
+    # Not a list of them all: policies look at the first few, and a priority queue sorts as it goes.
+    requests = chain(admitted, passed_over, scheduler.waiting)
+    for request in reversed(list(requests)) if reverse else requests:
         computed, running = request.num_computed_tokens, request.request_id in chunked
         new = request.num_tokens - computed
         if not running and uncached < 1.0:
