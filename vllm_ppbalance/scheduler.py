@@ -12,6 +12,7 @@ from functools import cache
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from vllm_ppbalance.adapters import keep_within
 from vllm_ppbalance.admission import NO_CHANGE, OnTimeFirst
 from vllm_ppbalance.apply import hold, release_if_empty, reorder
 from vllm_ppbalance.cohorts import Flight
@@ -64,6 +65,7 @@ class PPBalanceMixin:
     current_step: int
     max_num_scheduled_tokens: int
     num_spec_tokens: int
+    lora_config: Any
     requests: dict[str, Any]
     running: list[Any]
     waiting: Any
@@ -185,6 +187,8 @@ class PPBalanceMixin:
             release_if_empty(self.requests, own.cohorts, step)
         if not step % RESYNC_STEPS:
             own.cohorts.ready.intersection_update(r.request_id for r in self.running)
+        if self.lora_config is not None:
+            own.may_move = keep_within(self.lora_config.max_loras, self.running, step)
         self._decision = None
         if own.steady(step):
             return
