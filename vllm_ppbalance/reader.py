@@ -84,9 +84,11 @@ def can_decode(request: Any, step: int) -> bool:
 def waiting_prompts(scheduler: Any, own: Controller, reverse: bool = False) -> Iterator[Waiting]:
     """Prompts half computed, then those not yet admitted, in vLLM's order.
 
-    Of the latter the part is taken off that the prefix cache will have, as far as one can tell.
+    Of the latter the part is taken off that the prefix cache will have, as far as one can tell;
+    of a prompt that a KV connector loads, all but a token. Streaming sessions between two turns
+    hold KV blocks in vLLM's queue, but they are not in the backlog, and not among these.
     """
-    now_s, chunked = own.clock.time(), own.prefilling
+    now_s, chunked, backlog = own.clock.time(), own.prefilling, own.backlog
     uncached = 1.0 - own.backlog.cached_share
     # 0.31 or so renamed the queue of those that were passed over.
     passed_over = getattr(scheduler, "kv_holding_waiting", None)
@@ -97,8 +99,10 @@ def waiting_prompts(scheduler: Any, own: Controller, reverse: bool = False) -> I
     requests = chain(admitted, passed_over, scheduler.waiting)
     for request in reversed(list(requests)) if reverse else requests:
         computed, running = request.num_computed_tokens, request.request_id in chunked
+        if not running and request.request_id not in backlog:
+            continue
         new = request.num_tokens - computed
-        if not running and uncached < 1.0:
+        if not running and (uncached < 1.0 or new < 1):
             new = max(int(new * uncached), 1)
             computed = request.num_tokens - new
         waited_s = max(now_s - request.arrival_time, 0.0)
