@@ -91,3 +91,16 @@ def test_a_prompt_that_is_loaded_whole_may_be_left_alone(mode, tmp_path):
     assert result.requests["d"].last_token_s < 1.5
     assert result.requests["l"].num_tokens == 5
     assert result.requests["l"].first_token_s > 2.0
+
+
+@each_mode
+def test_an_aborted_request_whose_blocks_are_kept_is_forgotten(mode, tmp_path):
+    """Its prompt's micro-batch comes back when it has been aborted for a step and more."""
+    beside = [RequestSpec(f"d{i}", 0.01 * i, 30, 60) for i in range(8)]
+    requests = [*beside, RequestSpec("k", 0.3, 100, 20, abort_s=0.315)]
+    scheduler, result = serve(requests, tmp_path, mode, until_s=0.6)
+    assert result.requests["k"].aborted
+    own = scheduler.ppbalance
+    own.finished(scheduler.finished_req_ids)
+    assert not own.timer.last_token_s
+    assert not own.timer.first_token_s

@@ -239,8 +239,13 @@ class PPBalanceMixin:
         produced = new_tokens(result, step.decodes) if self.num_spec_tokens else None
         own.timer.decode_tokens(step.decodes, now_s, produced)
         if step.firsts:
-            requests = (self.requests.get(request_id) for request_id in step.firsts)
-            ttfts = {r.request_id: wall_s - r.arrival_time for r in requests if r is not None}
+            # A KV connector that reads its blocks keeps an aborted request, long forgotten here.
+            just_ended, requests = self.finished_req_ids, map(self.requests.get, step.firsts)
+            ttfts = {
+                r.request_id: wall_s - r.arrival_time
+                for r in requests
+                if r is not None and (not r.is_finished() or r.request_id in just_ended)
+            }
             own.timer.first_tokens(ttfts, now_s)
         own.cohorts.completed(step.step)
 
