@@ -17,7 +17,12 @@ def read_state(scheduler: Any, own: Controller, step: int, stock_budget: int) ->
     cohorts, requests, chunked = own.cohorts, scheduler.requests, own.prefilling
     num_ready = len(cohorts.ready)
     decode_budget = num_ready * (1 + scheduler.num_spec_tokens)
-    floor = decode_budget + own.budget_floor
+    floor = own.budget_floor
+    if getattr(scheduler, "adaptive_long_prefill_threshold", False):
+        # Since 0.32 or so a long prompt's chunk may be this long, and decodes may come after it.
+        share = stock_budget // max(len(scheduler.running) + len(own.backlog), 1)
+        floor = max(floor, share)
+    floor += decode_budget
     waiting_tokens = int(own.backlog.waiting_tokens * (1.0 - own.backlog.cached_share))
     if not step % cohorts.pp_size:  # no policy looks more often than once a round
         own.kv_free = 1.0 - scheduler.kv_cache_manager.usage
