@@ -4,8 +4,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.v1.core.sched.interface import PauseState
+
 from bench.engine_types import RequestSpec
+from bench.vllm_harness import build_scheduler
 from tests.worlds import ASYNC, SYNC, batch_of, serve
+from vllm_ppbalance import Scheduler
 from vllm_ppbalance.profile_store import ProfileRefusedError
 from vllm_ppbalance.startup_profile import own_request
 
@@ -146,6 +150,18 @@ def test_what_was_learnt_is_kept_at_shutdown(tmp_path):
         own.saver.store.load(1e9)
     ran.scheduler.shutdown()
     assert own.saver.store.load(1e9).num_samples == own.cost_model.num_samples
+
+
+@each_mode
+def test_a_pause_ends_the_measuring(tmp_path, mode):
+    """Else our prompts run when vLLM 0.23 wakes with its weights alone, before the KV cache."""
+    own = config(tmp_path)
+    scheduler = build_scheduler(Scheduler, pp_size=2, additional_config=own, **mode)
+    assert any(own_request(name) for name in scheduler.requests)
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert not scheduler.requests
+    assert scheduler.pause_state == PauseState.PAUSED_ALL
+    assert not scheduler.ppbalance_failed
 
 
 def test_strategies_without_a_model_measure_nothing(tmp_path):

@@ -126,6 +126,11 @@ class PPBalanceMixin:
             self._guard(self._arrived, request)
         return result
 
+    def set_pause_state(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's set_pause_state(); an engine that may go to sleep has no requests of ours."""
+        self._guard(self._end_profile, "the engine was paused")
+        return super().set_pause_state(*args, **kwargs)  # type: ignore[misc]
+
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._guard(self._forget_preempted, request)
         return super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
