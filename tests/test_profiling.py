@@ -11,6 +11,7 @@ from bench.vllm_harness import build_scheduler
 from tests.worlds import ASYNC, SYNC, batch_of, serve
 from vllm_ppbalance import Scheduler
 from vllm_ppbalance.profile_store import ProfileRefusedError
+from vllm_ppbalance.profiling import make_request
 from vllm_ppbalance.startup_profile import own_request
 
 pytestmark = pytest.mark.scheduler
@@ -162,6 +163,17 @@ def test_a_pause_ends_the_measuring(tmp_path, mode):
     assert not scheduler.requests
     assert scheduler.pause_state == PauseState.PAUSED_ALL
     assert not scheduler.ppbalance_failed
+
+
+def test_no_prompt_of_ours_holds_a_token_that_stands_for_an_image():
+    """HunYuan-VL in vLLM 0.23 looks for the image behind each such token and ends the engine."""
+    vllm_config = build_scheduler(pp_size=2, num_gpu_blocks=64).vllm_config
+    named = {"image_start_token_id": 5, "video_token_index": 6}
+    vars(vllm_config.model_config.hf_config).update(named)
+    request = make_request(vllm_config, "any", 8192, 16)
+    assert len(request.prompt_token_ids) == 8192
+    assert not set(request.prompt_token_ids) & set(named.values())
+    assert len(set(request.prompt_token_ids)) > 256
 
 
 def test_strategies_without_a_model_measure_nothing(tmp_path):
