@@ -108,7 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pp", type=int, default=2)
     parser.add_argument("--rate", type=float, default=8.0, help="requests/s")
     parser.add_argument("--duration", type=float, default=20.0, help="s")
-    args, args.engine = parser.parse_known_args(argv)
+    args, engine = parser.parse_known_args(argv)
+    args.engine = engine
     shutil.rmtree(args.out / "profiles", ignore_errors=True)
     args.out.mkdir(parents=True, exist_ok=True)
     found = serve(args)
