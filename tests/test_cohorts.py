@@ -1,8 +1,11 @@
 """Cohort bookkeeping: joins, finishes, aborts, preemptions, holds, both cadences."""
 
+from types import SimpleNamespace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_ppbalance.apply import release_if_empty
 from vllm_ppbalance.cohorts import Cohorts, Flight
 from vllm_ppbalance.state import MicroBatch
 
@@ -138,7 +141,23 @@ def test_released_decodes_are_ready_at_once_and_nothing_stays_behind():
     cohorts.hold({"a": 2, "b": 3}, 5)
     run(cohorts, 5, ["c"])
     cohorts.begin_step(6, ["c"])
-    assert cohorts.release() == {"a", "b"}
+    assert cohorts.release() == {7: {"a"}, 8: {"b"}}
     assert cohorts.ready == {"a", "b"}
     assert cohorts.parked == {}
-    assert cohorts.release() == set()
+    assert cohorts.release() == {}
+
+
+def test_a_session_that_has_gone_on_is_not_released_sooner_than_vllm_asks():
+    """It was held until 7 when its turn ended; its next prompt ran in step 5: it decodes in 9."""
+    cohorts = Cohorts(4, by_step=True)
+    run(cohorts, 1, ["a", "b"])
+    cohorts.begin_step(5, ())
+    cohorts.hold({"a": 2, "b": 2}, 5)
+    requests = {name: decode(eligible) for name, eligible in (("a", 9), ("b", 7))}
+    release_if_empty(requests, cohorts, 6)
+    assert requests["a"].next_decode_eligible_step == 9
+    assert requests["b"].next_decode_eligible_step == 6
+
+
+def decode(eligible):
+    return SimpleNamespace(next_decode_eligible_step=eligible)

@@ -11,7 +11,8 @@ pytest.importorskip("vllm")
 import vllm
 from vllm.engine.arg_utils import EngineArgs
 
-from tests.worlds import ASYNC, SYNC, batch_of, serve
+from bench.vllm_harness import build_scheduler
+from tests.worlds import ASYNC, SYNC, batch_of, serve, settings
 from vllm_ppbalance import plugin
 from vllm_ppbalance.sources import SettingsError
 
@@ -93,6 +94,21 @@ def test_strict_makes_it_an_error(monkeypatch):
     monkeypatch.setenv("PPBALANCE_STRICT", "1")
     with pytest.raises(plugin.Incompatible, match=r"0\.99\.0"):
         serve(batch_of(2), pp_size=2, **SYNC)
+
+
+def test_under_torchrun_the_schedulers_of_all_ranks_decide_alike(warnings_of_ours):
+    """Each rank has one; ours would go by times that differ, and the stages wait for each other."""
+    ours = build_scheduler(plugin.Scheduler, pp_size=2, additional_config=settings())
+    ours.vllm_config.parallel_config.distributed_executor_backend = "external_launcher"
+    scheduler = plugin.Scheduler(
+        ours.vllm_config,
+        kv_cache_config=ours.kv_cache_config,
+        structured_output_manager=ours.structured_output_manager,
+        block_size=ours.block_size,
+    )
+    assert hasattr(ours, "ppbalance")
+    assert not hasattr(scheduler, "ppbalance")
+    assert "external_launcher" in warnings_of_ours("WARNING")[0]
 
 
 def test_the_start_is_logged_in_one_line(monkeypatch, warnings_of_ours):

@@ -151,6 +151,10 @@ def test_threshold_moves_half_the_difference_to_the_emptiest_cohort():
     assert list(holds.values()) == [3, 3, 3]
 
 
+def test_threshold_holds_nobody_on_a_single_stage():
+    assert Threshold(4).hold(pipeline([16])) == {}
+
+
 def test_threshold_waits_until_the_fullest_cohort_runs():
     assert Threshold(4).hold(pipeline([12, 16, 11, 9])) == {}
 

@@ -8,7 +8,12 @@ import pytest
 
 from vllm_ppbalance.base_table import BaseTable
 from vllm_ppbalance.cost_model import CostModel
-from vllm_ppbalance.profile_store import ProfileRefusedError, ProfileStore, Saver
+from vllm_ppbalance.profile_store import (
+    ProfileRefusedError,
+    ProfileStore,
+    Saver,
+    default_directory,
+)
 
 HERE = {"model": "org/name", "gpu": "H200", "pipeline_parallel_size": 4}
 YEAR_S = 365 * 86_400.0
@@ -23,6 +28,17 @@ def test_what_is_saved_comes_back(tmp_path):
     store.save(model().to_dict())
     assert store.load(YEAR_S).to_dict() == model().to_dict()
     assert [file.name for file in store.path.parent.iterdir()] == [store.path.name]
+
+
+def test_a_user_without_a_home_still_has_a_place_for_profiles(monkeypatch):
+    """A container's user id may have no name, and so no home."""
+
+    def unknown(uid):
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert default_directory({}).name == "vllm_ppbalance"
 
 
 def test_deployments_have_files_of_their_own(tmp_path):

@@ -4,9 +4,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.v1.core.sched.interface import PauseState
+
 from bench.engine_types import RequestSpec
+from bench.vllm_harness import build_scheduler
 from tests.worlds import ASYNC, SYNC, batch_of, serve
+from vllm_ppbalance import Scheduler
 from vllm_ppbalance.profile_store import ProfileRefusedError
+from vllm_ppbalance.profiling import make_request
 from vllm_ppbalance.startup_profile import own_request
 
 pytestmark = pytest.mark.scheduler
@@ -146,6 +151,29 @@ def test_what_was_learnt_is_kept_at_shutdown(tmp_path):
         own.saver.store.load(1e9)
     ran.scheduler.shutdown()
     assert own.saver.store.load(1e9).num_samples == own.cost_model.num_samples
+
+
+@each_mode
+def test_a_pause_ends_the_measuring(tmp_path, mode):
+    """Else our prompts run when vLLM 0.23 wakes with its weights alone, before the KV cache."""
+    own = config(tmp_path)
+    scheduler = build_scheduler(Scheduler, pp_size=2, additional_config=own, **mode)
+    assert any(own_request(name) for name in scheduler.requests)
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert not scheduler.requests
+    assert scheduler.pause_state == PauseState.PAUSED_ALL
+    assert not scheduler.ppbalance_failed
+
+
+def test_no_prompt_of_ours_holds_a_token_that_stands_for_an_image():
+    """HunYuan-VL in vLLM 0.23 looks for the image behind each such token and ends the engine."""
+    vllm_config = build_scheduler(pp_size=2, num_gpu_blocks=64).vllm_config
+    named = {"image_start_token_id": 5, "video_token_index": 6}
+    vars(vllm_config.model_config.hf_config).update(named)
+    request = make_request(vllm_config, "any", 8192, 16)
+    assert len(request.prompt_token_ids) == 8192
+    assert not set(request.prompt_token_ids) & set(named.values())
+    assert len(set(request.prompt_token_ids)) > 256
 
 
 def test_strategies_without_a_model_measure_nothing(tmp_path):

@@ -16,14 +16,17 @@ def hold(requests: Mapping[str, Any], holds: Mapping[str, int], step: int) -> No
 
 
 def release_if_empty(requests: Mapping[str, Any], cohorts: Cohorts, step: int) -> None:
-    """Let all held decodes run if nothing else can: those they made room for are gone."""
+    """Let all held decodes run if nothing else can: those they made room for are gone.
+
+    Never sooner than vLLM itself asks: a streaming session may have gone on since it was held.
+    """
     ready = (requests.get(request_id) for request_id in cohorts.ready)
     if any(request is not None and can_decode(request, step) for request in ready):
         return
-    for request_id in cohorts.release():
-        request = requests.get(request_id)
-        if request is not None:
-            request.next_decode_eligible_step = step
+    for until, request_ids in cohorts.release().items():
+        for request in filter(None, map(requests.get, request_ids)):
+            if request.next_decode_eligible_step <= until:
+                request.next_decode_eligible_step = step
 
 
 def reorder(queue: Any, order: Order) -> None:

@@ -20,6 +20,9 @@ class Backlog:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._waiting
+
     def arrived(self, request_id: str, num_tokens: int) -> None:
         """Count a new request."""
         self.arrived_tokens += num_tokens

@@ -69,11 +69,10 @@ class Cohorts:
             self.parked.setdefault(step + steps, set()).add(request_id)
             self.holds_in_a_row[request_id] = self.holds_in_a_row.get(request_id, 0) + steps
 
-    def release(self) -> set[str]:
-        """All held decodes are ready again; returns them."""
-        released = set[str]().union(*self.parked.values())
-        self.parked.clear()
-        self.ready |= released
+    def release(self) -> Mapping[int, set[str]]:
+        """All held decodes are ready again; returns them by the step they were held until."""
+        released, self.parked = self.parked, {}
+        self.ready = self.ready.union(*released.values())
         return released
 
     def forget(self, request_id: str) -> bool:

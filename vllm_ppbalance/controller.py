@@ -62,6 +62,7 @@ class Controller:
         self.rebalance: RebalancePolicy = (
             Off() if cadence == "none" else make_rebalance_policy(settings)
         )
+        self.may_move = True  # False while decodes moved together could need too many adapters
         self.admission: OnTimeFirst | None = None  # None: first come, first served
         self.rates: PrefillRates | None = None
         self.cost_model: CostModel | None = None
@@ -164,7 +165,7 @@ class Controller:
         if backlog:
             planned = min(backlog, budget - state.decode_budget)
             state = state._replace(planned_prefill=max(planned, 0))
-        hold = self.rebalance.hold(state)
+        hold = self.rebalance.hold(state) if self.may_move else {}
         if hold:
             hold = self._safe_hold(hold, state)
             self.cohorts.hold(hold, state.step)

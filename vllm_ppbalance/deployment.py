@@ -38,10 +38,10 @@ def guessed_model(vllm_config: Any, settings: PredictorSettings) -> CostModel:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     config = model.hf_text_config
     hidden = int(config.hidden_size)
-    heads = int(getattr(config, "num_attention_heads", 1))
-    head = int(getattr(config, "head_dim", None) or hidden // heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
+    heads = _number(config, "num_attention_heads") or 1
+    head = _number(config, "head_dim") or hidden // heads
+    kv_heads = _number(config, "num_key_value_heads") or heads
+    inner = _number(config, "intermediate_size") or 4 * hidden
     layers = -(-int(config.num_hidden_layers) // parallel.pipeline_parallel_size)
     shards = parallel.tensor_parallel_size
     attention = hidden * head * (2 * heads + 2 * kv_heads)
@@ -57,13 +57,18 @@ def guessed_model(vllm_config: Any, settings: PredictorSettings) -> CostModel:
     )
 
 
+def _number(config: Any, name: str) -> int:
+    """The value, its largest where each layer or kind of expert has its own; 0 where unset."""
+    value = getattr(config, name, None) or 0
+    return int(max(value) if isinstance(value, list | tuple) else value)
+
+
 def _experts_a_token(config: Any) -> float:
-    inner = getattr(config, "moe_intermediate_size", None)
-    chosen = getattr(config, "num_experts_per_tok", None)
+    inner, chosen = _number(config, "moe_intermediate_size"), _number(config, "num_experts_per_tok")
     if not chosen:
         return 1.0
-    share = inner / config.intermediate_size if inner and config.intermediate_size else 1.0
-    return float(chosen) * share
+    dense = _number(config, "intermediate_size")
+    return float(chosen) * (inner / dense if inner and dense else 1.0)
 
 
 def kv_tokens(scheduler: Any) -> int:

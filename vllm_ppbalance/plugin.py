@@ -130,9 +130,9 @@ class Scheduler:
     """For `--scheduler-cls vllm_ppbalance.Scheduler`.
 
     Makes an instance of vLLM's AsyncScheduler with asynchronous scheduling, else of its Scheduler,
-    with our decisions in front. Without pipeline parallelism, for diffusion models, or on a vLLM
-    that lacks what we use, it makes vLLM's own scheduler. Raises SettingsError, and Incompatible
-    when PPBALANCE_STRICT=1.
+    with our decisions in front. Without pipeline parallelism, for diffusion models, with torchrun's
+    one scheduler a rank, or on a vLLM that lacks what we use, it makes vLLM's own scheduler. Raises
+    SettingsError, and Incompatible when PPBALANCE_STRICT=1.
     """
 
     fewest_stages = 2
@@ -176,6 +176,9 @@ def _usable(vllm_config: Any, fewest_stages: int) -> bool:
     problem = incompatibility()
     if getattr(vllm_config, "diffusion_config", None) is not None:
         problem = problem or "diffusion models have no decodes to balance"
+    if vllm_config.parallel_config.distributed_executor_backend == "external_launcher":
+        # Ours go by measured times, which differ: stages would wait for each other for ever.
+        problem = problem or "with external_launcher the schedulers of all ranks must decide alike"
     if problem is None:
         return True
     if strict():

@@ -26,8 +26,8 @@ class ProfileRefusedError(ValueError):
 
 
 def default_directory(environ: Mapping[str, str]) -> Path:
-    """The user's cache directory for profiles."""
-    base = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    """The user's cache directory for profiles; without a known home where vLLM's cache is, too."""
+    base = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base) / "vllm_ppbalance"
 
 

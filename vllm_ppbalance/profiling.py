@@ -87,10 +87,14 @@ def make_request(vllm_config: Any, request_id: str, num_tokens: int, hash_block:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
-    vocabulary = vllm_config.model_config.get_vocab_size()
+    model = vllm_config.model_config
+    special = special_tokens(model.hf_config)
+    vocabulary = model.get_vocab_size()
+    plain = next(token for token in range(vocabulary) if token not in special)
     # Nothing may be found in the prefix cache, nor found there later by anybody.
     caching = vllm_config.cache_config.enable_prefix_caching
     tokens = random.Random(request_id).choices(range(vocabulary), k=num_tokens)
+    tokens = [plain if token in special else token for token in tokens]
     return Request(
         request_id=request_id,
         prompt_token_ids=tokens,
@@ -98,6 +102,19 @@ def make_request(vllm_config: Any, request_id: str, num_tokens: int, hash_block:
         pooling_params=None,
         block_hasher=_random_hasher(hash_block) if caching else None,
     )
+
+
+def special_tokens(hf_config: Any) -> set[int]:
+    """Tokens that a model's configuration names.
+
+    Some models look at the image behind each of their image tokens, and end the engine without one.
+    """
+    named = vars(hf_config).items()
+    return {
+        token
+        for name, token in named
+        if name.endswith(("_token_id", "_token_index")) and isinstance(token, int)
+    }
 
 
 def _random_hasher(block_size: int) -> Callable[[Any], list[bytes]]:

@@ -5,6 +5,7 @@ With `scheduler.py` the only place that knows their fields.
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Set
+from itertools import chain
 from typing import Any
 
 from vllm_ppbalance.controller import Controller
@@ -16,7 +17,12 @@ def read_state(scheduler: Any, own: Controller, step: int, stock_budget: int) ->
     cohorts, requests, chunked = own.cohorts, scheduler.requests, own.prefilling
     num_ready = len(cohorts.ready)
     decode_budget = num_ready * (1 + scheduler.num_spec_tokens)
-    floor = decode_budget + own.budget_floor
+    floor = own.budget_floor
+    if getattr(scheduler, "adaptive_long_prefill_threshold", False):
+        # Since 0.32 or so a long prompt's chunk may be this long, and decodes may come after it.
+        share = stock_budget // max(len(scheduler.running) + len(own.backlog), 1)
+        floor = max(floor, share)
+    floor += decode_budget
     waiting_tokens = int(own.backlog.waiting_tokens * (1.0 - own.backlog.cached_share))
     if not step % cohorts.pp_size:  # no policy looks more often than once a round
         own.kv_free = 1.0 - scheduler.kv_cache_manager.usage
@@ -83,20 +89,25 @@ def can_decode(request: Any, step: int) -> bool:
 def waiting_prompts(scheduler: Any, own: Controller, reverse: bool = False) -> Iterator[Waiting]:
     """Prompts half computed, then those not yet admitted, in vLLM's order.
 
-    Of the latter the part is taken off that the prefix cache will have, as far as one can tell.
+    Of the latter the part is taken off that the prefix cache will have, as far as one can tell;
+    of a prompt that a KV connector loads, all but a token. Streaming sessions between two turns
+    hold KV blocks in vLLM's queue, but they are not in the backlog, and not among these.
     """
-    now_s, chunked = own.clock.time(), own.prefilling
+    now_s, chunked, backlog = own.clock.time(), own.prefilling, own.backlog
     uncached = 1.0 - own.backlog.cached_share
     # 0.31 or so renamed the queue of those that were passed over.
     passed_over = getattr(scheduler, "kv_holding_waiting", None)
     if passed_over is None:
         passed_over = scheduler.skipped_waiting
     admitted = _admitted(scheduler, chunked)
-    requests = [*admitted, *passed_over, *scheduler.waiting]
-    for request in reversed(requests) if reverse else requests:
+    # Not a list of them all: policies look at the first few, and a priority queue sorts as it goes.
+    requests = chain(admitted, passed_over, scheduler.waiting)
+    for request in reversed(list(requests)) if reverse else requests:
         computed, running = request.num_computed_tokens, request.request_id in chunked
+        if not running and request.request_id not in backlog:
+            continue
         new = request.num_tokens - computed
-        if not running and uncached < 1.0:
+        if not running and (uncached < 1.0 or new < 1):
             new = max(int(new * uncached), 1)
             computed = request.num_tokens - new
         waited_s = max(now_s - request.arrival_time, 0.0)

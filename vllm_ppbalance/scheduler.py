@@ -12,6 +12,7 @@ from functools import cache
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from vllm_ppbalance.adapters import keep_within
 from vllm_ppbalance.admission import NO_CHANGE, OnTimeFirst
 from vllm_ppbalance.apply import hold, release_if_empty, reorder
 from vllm_ppbalance.cohorts import Flight
@@ -64,6 +65,7 @@ class PPBalanceMixin:
     current_step: int
     max_num_scheduled_tokens: int
     num_spec_tokens: int
+    lora_config: Any
     requests: dict[str, Any]
     running: list[Any]
     waiting: Any
@@ -123,6 +125,11 @@ class PPBalanceMixin:
         if new:
             self._guard(self._arrived, request)
         return result
+
+    def set_pause_state(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's set_pause_state(); an engine that may go to sleep has no requests of ours."""
+        self._guard(self._end_profile, "the engine was paused")
+        return super().set_pause_state(*args, **kwargs)  # type: ignore[misc]
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._guard(self._forget_preempted, request)
@@ -185,6 +192,8 @@ class PPBalanceMixin:
             release_if_empty(self.requests, own.cohorts, step)
         if not step % RESYNC_STEPS:
             own.cohorts.ready.intersection_update(r.request_id for r in self.running)
+        if self.lora_config is not None:
+            own.may_move = keep_within(self.lora_config.max_loras, self.running, step)
         self._decision = None
         if own.steady(step):
             return
@@ -235,8 +244,13 @@ class PPBalanceMixin:
         produced = new_tokens(result, step.decodes) if self.num_spec_tokens else None
         own.timer.decode_tokens(step.decodes, now_s, produced)
         if step.firsts:
-            requests = (self.requests.get(request_id) for request_id in step.firsts)
-            ttfts = {r.request_id: wall_s - r.arrival_time for r in requests if r is not None}
+            # A KV connector that reads its blocks keeps an aborted request, long forgotten here.
+            just_ended, requests = self.finished_req_ids, map(self.requests.get, step.firsts)
+            ttfts = {
+                r.request_id: wall_s - r.arrival_time
+                for r in requests
+                if r is not None and (not r.is_finished() or r.request_id in just_ended)
+            }
             own.timer.first_tokens(ttfts, now_s)
         own.cohorts.completed(step.step)
 

@@ -26,7 +26,7 @@ MIN_POINTS = 24
 def sizes_to_measure(settings: Settings, largest: int) -> list[int]:
     """Micro-batch sizes worth knowing, in tokens, none above `largest`."""
     sizes = {*SMALL_SIZES, *PAST_A_TILE, *settings.chunk.candidates(), *LARGE_SIZES, largest}
-    return sorted(size for size in sizes if size <= largest)
+    return sorted(size for size in sizes if 1 <= size <= largest)
 
 
 class StartupProfile:

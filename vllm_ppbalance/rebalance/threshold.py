@@ -17,6 +17,8 @@ class Threshold:
 
     def hold(self, state: PipelineState) -> Mapping[str, int]:
         """Half the difference, held until the emptiest cohort's step: forward only."""
+        if state.pp_size < 2:  # a stage that is measured alone
+            return {}
         sizes = state.cohort_sizes()
         # Nearest first among equals: a shorter wait for those who move.
         emptiest = min(range(1, len(sizes)), key=lambda cohort: (sizes[cohort], cohort))
