@@ -8,7 +8,7 @@ from bench.live_server import ROOT
 from bench.measures import Measures, RequestRecord, measure
 from bench.sim_spec import HostModel, SimSpec
 from bench.wall_clock.client import Answer, Call, send_all
-from bench.wall_clock.host_time import alone
+from bench.wall_clock.host_time import TokenGaps, alone, full, slower
 from bench.wall_clock.launch import Deployment
 from bench.wall_clock.model import MAX_POSITION
 from bench.wall_clock.running import ServerOptions, WallClockServer, server_of, wait_for_profile
@@ -76,9 +76,9 @@ def records_of(answers: Sequence[Answer]) -> list[RequestRecord]:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the clients saw: of requests alone before the workload, seconds a token, and of it."""
+    """What the clients saw: of the requests that tell this host's time, and of the workload."""
 
-    alone_s: float
+    gaps: TokenGaps
     measures: Measures
 
 
@@ -95,19 +95,31 @@ def on_the_wall_clock(spec: SimSpec, requests: Sequence[BenchRequest]) -> Served
         if spec.policy.scheduler == "ours" and needs_model(spec):
             wait_for_profile(log)
         send_all(server.url, str(server.model), calls_of(warm, -first), SPARE_S)
-        alone_s = token_gap_alone(server)
+        gaps = real_gaps(server, fitting(spec))
         calls = calls_of(requests, -first)
         answers = send_all(server.url, str(server.model), calls, span_s + SPARE_S)
-    return Served(alone_s, measure(records_of(answers)))
+    return Served(gaps, measure(records_of(answers)))
 
 
-def token_gap_alone(server: WallClockServer) -> float:
-    """Mean seconds between the tokens of requests sent one after the other."""
-    records = []
+def fitting(spec: SimSpec) -> list[BenchRequest]:
+    """Requests that fill the pipeline of a spec, a micro-batch each."""
+    return full(spec.pp_size, spec.policy.budget or spec.max_num_batched_tokens)
+
+
+def real_gaps(server: WallClockServer, many: Sequence[BenchRequest]) -> TokenGaps:
+    """Mean token gaps of requests one after the other, and of `many` at once."""
+    lone = []
     for request in alone():
         calls = calls_of([request], -request.arrival_s)
-        records += records_of(send_all(server.url, str(server.model), calls, SPARE_S))
-    return measure(records).tpot_s.mean
+        lone += records_of(send_all(server.url, str(server.model), calls, SPARE_S))
+    together = records_of(send_all(server.url, str(server.model), calls_of(many), SPARE_S))
+    return TokenGaps(measure(lone).tpot_s.mean, measure(together).tpot_s.mean)
+
+
+def virtual_gaps(spec: SimSpec, extra_s: float) -> TokenGaps:
+    """The same in virtual time, with a host that takes `extra_s` more a round."""
+    slow = with_host(spec, slower(spec.host, extra_s))
+    return TokenGaps(*(in_virtual_time(slow, r).tpot_s.mean for r in (alone(), fitting(spec))))
 
 
 def in_virtual_time(spec: SimSpec, requests: Sequence[BenchRequest]) -> Measures:

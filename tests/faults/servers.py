@@ -66,7 +66,7 @@ LONG_SCALE = Scale(
     long_prompt=100_000,
     chats=200,
     crowd=500,
-    pressure=Pressure(4.5, 240.0, (800, 2000), (600, 1000), 180.0),
+    pressure=Pressure(4.5, 180.0, (800, 2000), (600, 1000), 120.0),
     kv_cache_gib=8.0,
     policy="ours:balanced/auto",
 )
