@@ -163,8 +163,7 @@ class Controller:
         budget = self._budget(state)
         backlog = state.prefill_backlog() if self._plans_prefill else 0
         if backlog:
-            planned = min(backlog, budget - state.decode_budget)
-            state = state._replace(planned_prefill=max(planned, 0))
+            state = state.planning(max(min(backlog, budget - state.decode_budget), 0))
         hold = self.rebalance.hold(state) if self.may_move else {}
         if hold:
             hold = self._safe_hold(hold, state)

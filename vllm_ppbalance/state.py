@@ -163,6 +163,10 @@ class PipelineState(NamedTuple):
     num_running: int = 0  # admitted requests: decoding, or computing their prompt
     max_num_seqs: int = 1 << 20  # requests that vLLM admits at a time
 
+    def planning(self, prefill: int) -> "PipelineState":
+        """The same with `prefill` as its `planned_prefill`, in half the time of `_replace`."""
+        return PipelineState._make((*self[:_PLANNED], prefill, *self[_PLANNED + 1 :]))
+
     @property
     def tokens_per_decode(self) -> int:
         """Tokens that one decode needs, draft tokens included."""
@@ -210,6 +214,9 @@ class PipelineState(NamedTuple):
         for step, count in self.parked.items():
             sizes[(step - self.step) % self.pp_size] += count
         return sizes
+
+
+_PLANNED = PipelineState._fields.index("planned_prefill")
 
 
 class Order(NamedTuple):
