@@ -28,7 +28,8 @@ def read_rows(scheduler: Any, own: Controller, output: Any) -> Rows:
     context = sum(cached.num_computed_tokens)
     decode_tokens = output.total_num_scheduled_tokens
     decodes: Set[str] = ran
-    next_decodes, firsts = set(ran), set[str]()
+    next_decodes = set(ran)
+    firsts: set[str] = set()
     ended: list[tuple[int, int]] = []  # chunks that end their prompt, then those that do not
     going_on: list[tuple[int, int]] = []
     if prompts:

@@ -38,7 +38,8 @@ class Page:
 
     def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
         """The samples of `name` that carry these labels, summed by one more label."""
-        wanted, found = labels.items(), dict[str, float]()
+        wanted = labels.items()
+        found: dict[str, float] = {}
         for (sample, has), value in self.samples.items():
             if sample == name and wanted <= dict(has).items():
                 key = dict(has).get(label, "")
