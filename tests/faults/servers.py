@@ -57,7 +57,7 @@ SHORT_SCALE = Scale(
     crowd=48,
     pressure=Pressure(20.0, 5.0, (300, 700), (150, 250), 0.0),
     kv_cache_gib=2.0,
-    policy="ours:balanced/auto,profiling.max_seconds=5.0",
+    policy="ours:balanced/auto,profiling.max_seconds=20.0",
 )
 LONG_SCALE = Scale(
     leaving=2000,

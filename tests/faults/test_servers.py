@@ -3,6 +3,7 @@
 What a request should get is known: its tokens depend on its prompt and nothing else.
 """
 
+import json
 import os
 import random
 import signal
@@ -33,6 +34,7 @@ from tests.faults.servers import (
     wait_until_idle,
 )
 from tests.faults.watched import Watched
+from vllm_ppbalance.profile_store import SAVE_EVERY_S
 
 pytestmark = pytest.mark.real_vllm
 
@@ -138,10 +140,13 @@ def under_load(server, act):
     return answers
 
 
-def test_sigterm_under_load_leaves_no_process(server):
+def test_sigterm_under_load_leaves_no_process_and_what_was_learnt(server):
     """The last test of this server. vLLM lets what runs finish; what comes later is refused."""
     session, process = server.process.pid, server.process
     answers = under_load(server, lambda: process.send_signal(signal.SIGTERM))
+    (profile,) = (server.log.parent / "profiles").glob("*/*.json")
+    saved_s = time.time() - json.loads(profile.read_text())["saved_at"]
+    assert saved_s < SAVE_EVERY_S + 10.0, f"saved {saved_s:.0f} s ago"
     assert all(answer.finished or answer.error for answer in answers)
     assert process.wait(60) is not None
     left = wait_until_gone(session, 20.0)
