@@ -47,7 +47,10 @@ step "mypy" 300 "$BIN/python" -m mypy
 step "layers" 120 "$BIN/lint-imports"
 step "vLLM 0.32.0: which one is imported" 120 "$BIN/python" -c \
     "import vllm; print(vllm.__version__, vllm.__file__); assert vllm.__version__ == '0.32.0'"
-step "vLLM 0.32.0: all tests without real engines" 900 "$BIN/python" -m pytest -q -m "not real_vllm"
+step "vLLM 0.32.0: all tests without real engines" 900 "$BIN/python" -m pytest -q \
+    -m "not real_vllm" --ignore tests/test_overhead.py
+# In a process of its own, as an engine is: beside the leavings of a thousand tests all is slower.
+step "vLLM 0.32.0: cost of a step" 300 "$BIN/python" -m pytest -q tests/test_overhead.py
 step "vLLM 0.32.0: real engines" 1100 "$BIN/python" -m pytest -v -m real_vllm --durations=10
 step "fetch the oldest and the newest vLLM" 900 bash tests/fetch_vllm.sh
 # Both at a time: each keeps one core busy.

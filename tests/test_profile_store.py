@@ -150,6 +150,24 @@ def test_learnt_state_is_saved_every_ten_seconds_and_at_the_end(tmp_path):
     assert store.load(YEAR_S).num_samples == 2
 
 
+def test_the_first_model_to_trust_is_saved_at_once(tmp_path):
+    """Nothing was measured at start, and vLLM's server may kill the engine before it can close."""
+    store = ProfileStore(tmp_path, HERE)
+    own = CostModel(BaseTable([64, 512, 2048], [0.01, 0.02, 0.06]))
+    saver = Saver(store, own)
+    saves = 0
+    for now_s in range(50):
+        learn(own)
+        trusted = own.trusted
+        saver.tick(0.1 * now_s)
+        assert (saver._thread is not None) == trusted
+        if saver._thread is not None:
+            saver._thread.join(timeout=10)
+            saves = saves or own.num_samples
+    assert 1 < saves < 50
+    assert store.load(YEAR_S).num_samples == saves
+
+
 def test_nothing_learnt_is_nothing_written(tmp_path):
     store = ProfileStore(tmp_path, HERE)
     saver = Saver(store, model())

@@ -104,22 +104,27 @@ class ProfileStore:
 
 
 class Saver:
-    """Writes what is learnt, on a thread of its own and at most every SAVE_EVERY_S seconds."""
+    """Writes what is learnt, on a thread of its own: once it can be trusted, then every so often."""
 
     def __init__(self, store: ProfileStore, model: CostModel) -> None:
         self.store = store
         self._model = model
         self._last_s: float | None = None
         self._saved_samples = model.num_samples
+        self._nothing_saved = not model.profiled
         self._thread: threading.Thread | None = None
         self.error: str | None = None  # the last failure; only the first is logged
 
     def tick(self, now_s: float) -> None:
-        """Save if that time has passed and something was learnt since."""
+        """Save what was learnt if SAVE_EVERY_S have passed, or if it is the first model to trust.
+
+        A server that is told to end may be killed before it has closed anything.
+        """
         if self._last_s is None:
             self._last_s = now_s
+        first = self._nothing_saved and self._model.trusted
         busy = self._thread is not None and self._thread.is_alive()
-        if now_s - self._last_s < SAVE_EVERY_S or busy:
+        if busy or (now_s - self._last_s < SAVE_EVERY_S and not first):
             return
         self._last_s = now_s
         if self._model.num_samples == self._saved_samples:
@@ -128,6 +133,7 @@ class Saver:
 
     def start(self) -> None:
         """Save the model as it is now."""
+        self._nothing_saved = False
         self._saved_samples = self._model.num_samples
         snapshot = self._model.to_dict()
         self._thread = threading.Thread(

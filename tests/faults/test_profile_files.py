@@ -47,16 +47,20 @@ def whole(folder):
     return path
 
 
-def run(folder, mode, arrival_s):
-    """An engine that starts, serves some requests at `arrival_s`, and goes down."""
-    own = {"profiling": {"directory": str(folder), **HURRY}}
+def run(folder, mode, arrival_s, killed=False):
+    """An engine that starts, serves some requests at `arrival_s`, and goes down or is killed."""
+    config = {"ppbalance": {"profiling": {"directory": str(folder), **HURRY}}}
     load = batch_of(24, prompt=300, max_tokens=60, arrival_s=arrival_s)
     options = {"pp_size": 4, "max_num_batched_tokens": 1024, **MODES[mode]}
-    ran = serve(load, additional_config={"ppbalance": own}, **options)
+    ran = serve(load, additional_config=config, **options)
     assert not ran.scheduler.ppbalance_failed
     assert all(len(tokens) == 60 for tokens in ran.tokens.values())
-    ran.scheduler.shutdown()
-    return ran.scheduler.ppbalance
+    own = ran.scheduler.ppbalance
+    if killed:
+        own.saver._thread.join(10.0)  # what it has begun to write
+    else:
+        ran.scheduler.shutdown()
+    return own
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +84,16 @@ def test_a_broken_file(measured, broken, arrival_s, mode, tmp_path):
     assert whole(tmp_path) == path
 
 
+@pytest.mark.scheduler
+@pytest.mark.parametrize("mode", ["sync", "async-v2"])
+def test_a_broken_file_and_an_engine_that_is_killed(measured, mode, tmp_path):
+    """As vLLM's server does to it on SIGTERM, unless it is given time."""
+    path = tmp_path / measured[mode].name
+    path.write_bytes(b"")
+    run(tmp_path, mode, 0.0, killed=True)
+    assert whole(tmp_path) == path
+
+
 def start_and_save(folder, barrier):
     barrier.wait(60.0)
     assert "there is none yet" in run(folder, "async-v2", IDLE_S).profile
@@ -99,10 +113,10 @@ def test_two_engines_that_start_at_once(tmp_path):
     assert "the saved profile" in run(tmp_path, "async-v2", 0.0).profile
 
 
-def small_server(folder, name):
+def small_server(folder, name, measuring="auto"):
     """Two stages of few sizes to measure."""
     deployment = Deployment(
-        parse_policy("ours:balanced/auto,profiling.max_seconds=4.0"),
+        parse_policy(f"ours:balanced/auto,profiling.mode={measuring},profiling.max_seconds=10.0"),
         folder,
         settings=WallClockSettings(kv_cache_gib=2.0),
         pp_size=2,
@@ -129,7 +143,8 @@ def profiles(folder):
 def pair(tmp_path_factory):
     """The folder that two servers share which started at the same time, and their logs."""
     folder = tmp_path_factory.mktemp("shared")
-    servers = [small_server(folder, name) for name in "ab"]
+    # One of them may be so much later that it would find the other's file.
+    servers = [small_server(folder, name, "always") for name in "ab"]
     try:
         for server in servers:
             server.spawn()
@@ -150,7 +165,7 @@ def pair(tmp_path_factory):
 def test_two_servers_that_start_at_once_share_a_profile(pair):
     folder, logs = pair
     for log in logs:
-        assert "no profile (there is none yet); being measured" in log
+        assert "no profile (a new one is asked for); being measured" in log
         assert "ppbalance: measured" in log
     whole(profiles(folder))
     with small_server(folder, "c") as third:
