@@ -104,7 +104,7 @@ class ProfileStore:
 
 
 class Saver:
-    """Writes what is learnt, on a thread of its own: once it can be trusted, then every so often."""
+    """Writes what is learnt, on a thread of its own: once it can be trusted, then regularly."""
 
     def __init__(self, store: ProfileStore, model: CostModel) -> None:
         self.store = store
