@@ -49,7 +49,6 @@ def read_state(scheduler: Any, own: Controller, step: int, stock_budget: int) ->
         own.backlog.arrived_tokens,
         own.kv_free,
         own.timer.totals,
-        0,
         len(scheduler.running),
         scheduler.max_num_running_reqs,
     )

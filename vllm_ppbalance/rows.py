@@ -76,5 +76,6 @@ def _prompts(own: Controller, output: Any, ran: Set[str]) -> Set[str]:
     if not (output.scheduled_new_reqs or resumed or prefilling):
         return NOBODY
     prompts = prefilling & ran
-    prompts.update(new.req_id for new in output.scheduled_new_reqs)
-    return prompts | resumed
+    if output.scheduled_new_reqs:
+        prompts.update(new.req_id for new in output.scheduled_new_reqs)
+    return prompts | resumed if resumed else prompts

@@ -198,7 +198,8 @@ class PPBalanceMixin:
         if own.steady(step):
             return
         self._decision = decision = own.decide(read_state(self, own, step, self._stock_budget))
-        hold(self.requests, decision.hold, step)
+        if decision.hold:
+            hold(self.requests, decision.hold, step)
         if decision.order != NO_CHANGE:
             reorder(self.waiting, decision.order)
         run = self._profile_run

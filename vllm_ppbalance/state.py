@@ -159,13 +159,13 @@ class PipelineState(NamedTuple):
     arrived_tokens: int = 0  # prompt tokens of all requests since the engine started
     kv_free: float = 1.0  # share of the KV cache that is free, 0 to 1
     totals: LatencyTotals = LatencyTotals()
-    planned_prefill: int = 0  # prompt tokens this step will carry, if nobody is held
     num_running: int = 0  # admitted requests: decoding, or computing their prompt
     max_num_seqs: int = 1 << 20  # requests that vLLM admits at a time
+    planned_prefill: int = 0  # prompt tokens this step will carry, if nobody is held; last
 
     def planning(self, prefill: int) -> "PipelineState":
-        """The same with `prefill` as its `planned_prefill`, in half the time of `_replace`."""
-        return PipelineState._make((*self[:_PLANNED], prefill, *self[_PLANNED + 1 :]))
+        """The same with `prefill` as its `planned_prefill`, faster than `_replace`."""
+        return PipelineState._make((*self[:-1], prefill))
 
     @property
     def tokens_per_decode(self) -> int:
@@ -214,9 +214,6 @@ class PipelineState(NamedTuple):
         for step, count in self.parked.items():
             sizes[(step - self.step) % self.pp_size] += count
         return sizes
-
-
-_PLANNED = PipelineState._fields.index("planned_prefill")
 
 
 class Order(NamedTuple):
