@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from vllm_ppbalance.cohorts import Flight
 from vllm_ppbalance.controller import Controller
+from vllm_ppbalance.lazy import Lazy
 from vllm_ppbalance.rebalance import make_rebalance_policy
-from vllm_ppbalance.state import Decode, Lazy, MicroBatch, PipelineState
+from vllm_ppbalance.state import Decode, MicroBatch, PipelineState
 
 StageTime = Callable[[int, tuple[tuple[int, int], ...], int, int], float]
 

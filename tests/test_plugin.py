@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from bench.vllm_harness import build_scheduler
 from tests.worlds import ASYNC, SYNC, batch_of, serve, settings
-from vllm_ppbalance import plugin
+from vllm_ppbalance import compatibility, plugin
 from vllm_ppbalance.sources import SettingsError
 
 pytestmark = pytest.mark.scheduler
@@ -59,12 +59,12 @@ def registered(monkeypatch):
     ],
 )
 def test_supported_versions(version, good):
-    assert plugin.supported(version) is good
+    assert compatibility.supported(version) is good
 
 
 def test_the_installed_vllm_has_every_seam():
-    assert [name for name, present in plugin.check_seams() if not present] == []
-    assert plugin.incompatibility() is None
+    assert [name for name, present in compatibility.check_seams() if not present] == []
+    assert compatibility.incompatibility() is None
 
 
 def test_a_vllm_outside_the_range_gets_one_warning_and_stock(monkeypatch, warnings_of_ours):
@@ -80,11 +80,11 @@ def test_a_vllm_outside_the_range_gets_one_warning_and_stock(monkeypatch, warnin
 
 
 def test_a_missing_seam_is_named_and_stock_goes_on(monkeypatch, warnings_of_ours):
-    seams = (*plugin.SEAMS, ("vllm.v1.core.sched.scheduler", "Scheduler.gone", "x"))
-    monkeypatch.setattr(plugin, "SEAMS", seams)
-    plugin.check_seams.cache_clear()
+    seams = (*compatibility.SEAMS, ("vllm.v1.core.sched.scheduler", "Scheduler.gone", "x"))
+    monkeypatch.setattr(compatibility, "SEAMS", seams)
+    compatibility.check_seams.cache_clear()
     ours = serve(batch_of(2), pp_size=2, **SYNC)
-    plugin.check_seams.cache_clear()
+    compatibility.check_seams.cache_clear()
     assert not hasattr(ours.scheduler, "ppbalance")
     assert "Scheduler.gone" in warnings_of_ours("WARNING")[0]
 

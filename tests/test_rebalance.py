@@ -14,12 +14,13 @@ from vllm_ppbalance.base_table import BaseTable
 from vllm_ppbalance.config import Settings
 from vllm_ppbalance.cost_model import CostModel
 from vllm_ppbalance.features import UNITS, reference_units
+from vllm_ppbalance.lazy import Lazy
 from vllm_ppbalance.profile_fit import Measured, fit_cost_model
 from vllm_ppbalance.rebalance import Auto, EvenShare, Off, Tiered, make_rebalance_policy
 from vllm_ppbalance.rebalance.choose import slack_s
 from vllm_ppbalance.rebalance.loads import cohort_loads, next_context
 from vllm_ppbalance.rebalance.plan import KEPT_ROUNDS, make_plan, still_good
-from vllm_ppbalance.state import Decode, LatencyTotals, Lazy, MicroBatch
+from vllm_ppbalance.state import Decode, LatencyTotals, MicroBatch
 
 SIZES = (1, 64, 512, 1024, 8192)
 

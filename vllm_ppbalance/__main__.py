@@ -87,20 +87,22 @@ def _bounds(node: dict[str, Any]) -> str:
 
 def print_check() -> bool:
     """Print which vLLM is installed and each seam; True when all is well."""
-    from vllm_ppbalance import plugin
+    from vllm_ppbalance import compatibility
 
     print(f"vllm-ppbalance {__version__}")
-    print(f"distribution   {plugin.installed_distribution()}")
+    print(f"distribution   {compatibility.installed_distribution()}")
     try:
-        version = plugin.vllm_version()
+        version = compatibility.vllm_version()
     except ImportError as error:
         print(f"vllm           cannot be imported: {error}")
         return False
-    oldest, newest = (".".join(map(str, bound)) for bound in (plugin.OLDEST, plugin.NEWEST))
+    oldest, newest = (
+        ".".join(map(str, bound)) for bound in (compatibility.OLDEST, compatibility.NEWEST)
+    )
     print(f"vllm           {version} (supported: {oldest} to {newest})")
-    for name, present in plugin.check_seams():
+    for name, present in compatibility.check_seams():
         print(f"  {'ok     ' if present else 'MISSING'} {name}")
-    problem = plugin.incompatibility()
+    problem = compatibility.incompatibility()
     print(f"result         {problem or 'usable'}")
     return problem is None
 

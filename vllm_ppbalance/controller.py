@@ -62,7 +62,7 @@ class Controller:
         self.rebalance: RebalancePolicy = (
             Off() if cadence == "none" else make_rebalance_policy(settings)
         )
-        self.may_move = True  # False while decodes moved together could need too many adapters
+        self.adapters_fit = True  # False while a micro-batch could need too many LoRA adapters
         self.admission: OnTimeFirst | None = None  # None: first come, first served
         self.rates: PrefillRates | None = None
         self.cost_model: CostModel | None = None
@@ -164,7 +164,7 @@ class Controller:
         backlog = state.prefill_backlog() if self._plans_prefill else 0
         if backlog:
             state = state.planning(max(min(backlog, budget - state.decode_budget), 0))
-        hold = self.rebalance.hold(state) if self.may_move else {}
+        hold = self.rebalance.hold(state) if self.adapters_fit else {}
         if hold:
             hold = self._safe_hold(hold, state)
             self.cohorts.hold(hold, state.step)

@@ -9,7 +9,8 @@ from itertools import chain
 from typing import Any
 
 from vllm_ppbalance.controller import Controller
-from vllm_ppbalance.state import Decode, Lazy, PipelineState, Waiting
+from vllm_ppbalance.lazy import Lazy
+from vllm_ppbalance.state import Decode, PipelineState, Waiting
 
 
 def read_state(scheduler: Any, own: Controller, step: int, stock_budget: int) -> PipelineState:

@@ -17,6 +17,7 @@ class Rows(NamedTuple):
     decodes: Set[str]  # that add a token to a running decode
     firsts: Set[str]  # whose prompt ends here
     next_decodes: set[str]  # that will ask to decode after it
+    admitted: bool  # whether any of them did not run before, or resumes
 
 
 def read_rows(scheduler: Any, own: Controller, output: Any) -> Rows:
@@ -32,11 +33,13 @@ def read_rows(scheduler: Any, own: Controller, output: Any) -> Rows:
     firsts: set[str] = set()
     ended: list[tuple[int, int]] = []  # chunks that end their prompt, then those that do not
     going_on: list[tuple[int, int]] = []
+    admitted = False
     if prompts:
         # A prompt without a token yet adds no gap; a recomputed one must not.
         if scheduler.num_spec_tokens or not own.timer.last_token_s.keys().isdisjoint(prompts):
             decodes = ran - prompts
-        if output.scheduled_new_reqs or cached.resumed_req_ids:
+        admitted = bool(output.scheduled_new_reqs or cached.resumed_req_ids)
+        if admitted:
             own.left_queue(prompts)
         for new_request in output.scheduled_new_reqs:
             length = requests[new_request.req_id].num_tokens
@@ -66,7 +69,7 @@ def read_rows(scheduler: Any, own: Controller, output: Any) -> Rows:
         (*ended, *going_on),
         len(next_decodes),
     )
-    return Rows(batch, ran, decodes, firsts, next_decodes)
+    return Rows(batch, ran, decodes, firsts, next_decodes, admitted)
 
 
 def _prompts(own: Controller, output: Any, ran: Set[str]) -> Set[str]:

@@ -17,13 +17,7 @@ from vllm_ppbalance.admission import NO_CHANGE, OnTimeFirst
 from vllm_ppbalance.apply import hold, release_if_empty, reorder
 from vllm_ppbalance.cohorts import Flight
 from vllm_ppbalance.controller import Controller
-from vllm_ppbalance.profiling import (
-    ProfileRun,
-    abort_own_requests,
-    finish,
-    prepare,
-    take_own_rows,
-)
+from vllm_ppbalance.measuring import MeasuringMixin
 from vllm_ppbalance.reader import (
     cadence,
     can_reorder,
@@ -32,7 +26,6 @@ from vllm_ppbalance.reader import (
     smallest_budget,
 )
 from vllm_ppbalance.rows import NOBODY, read_rows
-from vllm_ppbalance.startup_profile import own_request
 from vllm_ppbalance.state import Decision, MicroBatch
 from vllm_ppbalance.step_timer import Step
 from vllm_ppbalance.telemetry import Telemetry, start_telemetry
@@ -47,7 +40,7 @@ logger = logging.getLogger("vllm.ppbalance")
 RESYNC_STEPS = 64
 
 
-class PPBalanceMixin:
+class PPBalanceMixin(MeasuringMixin):
     """Chooses the token budget and holds decodes back, then lets vLLM schedule.
 
     Stands in front of vLLM's Scheduler or AsyncScheduler in the method resolution order. What goes
@@ -55,10 +48,7 @@ class PPBalanceMixin:
     """
 
     settings: Settings  # set on the class by `balanced_class`
-    ppbalance: Controller
-    ppbalance_failed: bool
     telemetry: Telemetry | None
-    _profile_run: ProfileRun | None
 
     # vLLM's own, from the class behind us.
     vllm_config: Any
@@ -92,7 +82,7 @@ class PPBalanceMixin:
         self.telemetry = start_telemetry(self.ppbalance, self.vllm_config)
         if self.settings.needs_cost_model:
             hash_block = kwargs.get("hash_block_size") or kwargs.get("block_size", 16)
-            self._guard(self._prepare_model, hash_block)
+            self._guard(self._begin_profile, hash_block)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's schedule(), within the budget and without the held decodes."""
@@ -108,10 +98,7 @@ class PPBalanceMixin:
         """vLLM's update_from_output(); the latencies of the finished step are noted."""
         result = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         self._guard(self._observe, scheduler_output, result)
-        if self._profile_run is not None:
-            self._guard(self._advance_profile, self._profile_run, result)
-            if self.ppbalance_failed:
-                take_own_rows(result)
+        self._measure(result)
         if self.telemetry is not None:
             self.telemetry.attach(result, failed=self.ppbalance_failed, idle=not self.running)
         return result
@@ -119,17 +106,11 @@ class PPBalanceMixin:
     def add_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's add_request(); the prompt is counted."""
         new = request.request_id not in self.requests
-        if self._profile_run is not None and not own_request(request.request_id):
-            self._guard(self._end_profile, "a request came in")
+        self._make_way(request)
         result = super().add_request(request, *args, **kwargs)  # type: ignore[misc]
         if new:
             self._guard(self._arrived, request)
         return result
-
-    def set_pause_state(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's set_pause_state(); an engine that may go to sleep has no requests of ours."""
-        self._guard(self._end_profile, "the engine was paused")
-        return super().set_pause_state(*args, **kwargs)  # type: ignore[misc]
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._guard(self._forget_preempted, request)
@@ -153,9 +134,7 @@ class PPBalanceMixin:
             self.ppbalance_failed = True
             self.max_num_scheduled_tokens = self._stock_budget
             logger.exception("ppbalance failed; this engine goes on with stock scheduling.")
-            if self._profile_run is not None:
-                self._profile_run = None
-                abort_own_requests(self)
+            self._abort_profile()
         finally:
             if self.telemetry is not None:
                 self.telemetry.own_s += perf_counter() - started
@@ -167,22 +146,6 @@ class PPBalanceMixin:
         if self.ppbalance.saver is not None:
             self.ppbalance.saver.close()
 
-    def _prepare_model(self, hash_block: int) -> None:
-        self._profile_run = prepare(self, self.ppbalance, hash_block)
-
-    def _advance_profile(self, run: ProfileRun, result: Any) -> None:
-        run.collect(result)
-        run.feed(self.ppbalance.clock.monotonic())
-        if run.profile.done:
-            self._end_profile(run.profile.ended_by)
-
-    def _end_profile(self, why: str) -> None:
-        run = self._profile_run
-        if run is not None:
-            run.stop(why)  # before it is forgotten: if this fails, the guard ends its requests
-            self._profile_run = None
-            finish(run, self.ppbalance)
-
     def _before(self) -> None:
         own, step = self.ppbalance, self.current_step + 1
         if self.finished_req_ids:
@@ -192,8 +155,8 @@ class PPBalanceMixin:
             release_if_empty(self.requests, own.cohorts, step)
         if not step % RESYNC_STEPS:
             own.cohorts.ready.intersection_update(r.request_id for r in self.running)
-        if self.lora_config is not None:
-            own.may_move = keep_within(self.lora_config.max_loras, self.running, step)
+        if not own.adapters_fit:
+            own.adapters_fit = keep_within(self.lora_config.max_loras, self.running, step)
         self._decision = None
         if own.steady(step):
             return
@@ -211,6 +174,8 @@ class PPBalanceMixin:
             own.timer.scheduled(Step(output, step, NOBODY, NOBODY, None, 0.0))
             return
         rows = read_rows(self, own, output)
+        if rows.admitted and self.lora_config is not None:
+            own.adapters_fit = False  # not known: looked at before the next step
         now_s, measuring = own.clock.monotonic(), self._profile_run is not None
         own.timer.scheduled(
             Step(

@@ -13,6 +13,7 @@ from vllm_ppbalance import (
     chunk,
     cohorts,
     controller,
+    measuring,
     metrics_seam,
     profiling,
     step_timer,
@@ -64,14 +65,14 @@ AT_START = [
     (ours, "can_reorder"),
     (ours, "OnTimeFirst"),
     (ours, "start_telemetry"),
-    (ours, "prepare"),
+    (measuring, "prepare"),
     (metrics_seam, "_add_field"),
 ]
 WHILE_MEASURING = [
     (profiling.ProfileRun, "feed"),
     (profiling.ProfileRun, "collect"),
     (profiling.ProfileRun, "stop"),
-    (ours, "finish"),
+    (measuring, "finish"),
 ]
 
 
