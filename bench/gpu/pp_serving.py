@@ -130,7 +130,9 @@ def main() -> int:
     results: dict[str, Any] = {"versions": versions(), "start_s": time.monotonic() - began}
     results["pipeline"] = {"pp": arguments.pp, "tp": arguments.tp, "engine": arguments.engine}
     results["environment"] = {k: v for k, v in os.environ.items() if k.startswith(ENVIRONMENT)}
-    results["scheduler"] = [base.__name__ for base in type(live.scheduler).__mro__[:3]]
+    results["scheduler"] = [
+        c.__name__ for c in (type(live.scheduler), *type(live.scheduler).__bases__)
+    ]
     results["profile"] = finish_profile(live)
     results["runs"] = []
     print("started", json.dumps(results), flush=True)

@@ -65,7 +65,7 @@ def engine(folder: Path, name: str, pp_size: int, asynchronous: bool) -> dict[st
     found: Any = llm.llm_engine.engine_core
     used = found.engine_core.scheduler
     return {
-        "scheduler": [base.__name__ for base in type(used).__mro__[:3]],
+        "scheduler": [c.__name__ for c in (type(used), *type(used).__bases__)],
         "failed": getattr(used, "ppbalance_failed", False),
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
     }
