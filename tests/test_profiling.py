@@ -10,6 +10,7 @@ from bench.engine_types import RequestSpec
 from bench.vllm_harness import build_scheduler
 from tests.worlds import ASYNC, SYNC, batch_of, serve
 from vllm_ppbalance import Scheduler
+from vllm_ppbalance.__main__ import main
 from vllm_ppbalance.profiling import make_request
 from vllm_ppbalance.startup_profile import own_request
 
@@ -204,3 +205,17 @@ def test_settings_of_the_predictor_reach_every_model(tmp_path, start):
     folders = [tmp_path, tmp_path] if start == "saved" else [tmp_path / "a", tmp_path / "b"]
     assert moved(folders[0]) > 0.15
     assert 0.0 < moved(folders[1], error_clip=0.001) < 0.03
+
+
+def test_the_offline_profile_tells_a_wrong_setting_before_an_engine_starts(
+    monkeypatch, capsys, tmp_path
+):
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    def start(*_):
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr(LLMEngine, "from_engine_args", start)
+    own = '{"ppbalance": {"slo_ttft": -1}}'
+    assert main(["profile", "--model", str(tmp_path), "--additional-config", own]) == 1
+    assert "slo_ttft" in capsys.readouterr().err

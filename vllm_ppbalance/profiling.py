@@ -221,7 +221,7 @@ def profile_offline(arguments: list[str], limit_s: float) -> Path:
     """Start an engine with vLLM's own command-line `arguments`, measure it, stop it.
 
     Without pipeline parallelism the whole model is measured, as one stage. Returns the profile's
-    file. Raises TimeoutError after `limit_s` seconds of measuring.
+    file. Raises SettingsError before anything starts, TimeoutError after `limit_s` s of measuring.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -234,10 +234,10 @@ def profile_offline(arguments: list[str], limit_s: float) -> Path:
     own = {**own, "chunk": {"strategy": "spread", **own.get("chunk", {})}}
     own["profiling"] = {**own.get("profiling", {}), "mode": "always"}
     engine_args.additional_config = {**(engine_args.additional_config or {}), "ppbalance": own}
+    settings = load_settings(engine_args.additional_config, os.environ).settings
     started_s = time.time()
     engine = LLMEngine.from_engine_args(engine_args)
     try:
-        settings = load_settings(engine_args.additional_config, os.environ).settings
         store = store_of(engine.vllm_config, settings)
         deadline_s = time.monotonic() + limit_s
         while not (store.path.exists() and store.path.stat().st_mtime >= started_s):
