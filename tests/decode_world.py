@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from vllm_ppbalance.cohorts import Flight
 from vllm_ppbalance.controller import Controller
 from vllm_ppbalance.lazy import Lazy
 from vllm_ppbalance.rebalance import make_rebalance_policy
@@ -114,7 +113,7 @@ class World:
             decode_budget=len(ready),
             num_ready=len(ready),
             ready=Lazy(self._ready),
-            in_flight=own.cohorts.in_flight(),
+            in_flight=own.cohorts.in_flight,
             recent=own.cohorts.recent,
             parked=own.cohorts.parked_counts(),
             num_waiting=len(self.queue),
@@ -150,13 +149,14 @@ class World:
         self.sizes.append(len(rows))
         if not (both or prefills):
             return
-        names = {r.name for r in both}
+        ended = {r.name for r in ending}
+        names = {r.name for r in rows} | ended
         num_rows = len(rows) + len(prefills)
         shape = (len(rows) + sum(n for n, _ in prefills), tuple(prefills), len(rows), context)
         batch = MicroBatch(
             self.step, num_rows, len(rows), len(rows), context, tuple(prefills), len(both)
         )
-        self.own.cohorts.scheduled(Flight(batch, names), set(names))
+        self.own.cohorts.scheduled(batch, names, ended, ended)
         self._through(self.stage(*shape))
         self.pending.append((self.step, both))
 

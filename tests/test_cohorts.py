@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ppbalance.apply import release_if_empty
-from vllm_ppbalance.cohorts import Cohorts, Flight
+from vllm_ppbalance.cohorts import Cohorts
 from vllm_ppbalance.state import MicroBatch
 
 
 def run(cohorts, step, ids):
     batch = MicroBatch(step, len(ids), len(ids), len(ids), 100 * len(ids), (), len(ids))
-    cohorts.scheduled(Flight(batch, set(ids)), set(ids))
+    cohorts.scheduled(batch, set(ids), set(), set())
 
 
 def test_by_step_a_decode_is_ready_pp_size_steps_after_it_ran():
@@ -87,8 +87,30 @@ def test_micro_batches_in_flight_are_those_of_the_other_cohorts():
         cohorts.begin_step(step, ())
         run(cohorts, step, ["a"] if step % 2 else ["b"])
     cohorts.begin_step(5, ())
-    assert [batch.step for batch in cohorts.in_flight()] == [3, 4]
+    assert [batch.step for batch in cohorts.in_flight] == [3, 4]
     assert [batch.step for batch in cohorts.recent] == [2, 3, 4]
+
+
+def test_a_prompt_that_ends_joins_the_decodes_it_ran_with():
+    cohorts = Cohorts(2, by_step=True)
+    cohorts.ready = {"a", "b"}
+    batch = MicroBatch(1, 4, 2, 2, 200, ((9, 0), (8, 0)), 3)
+    cohorts.scheduled(batch, {"a", "b", "new", "half"}, {"new", "half"}, {"new"})
+    assert cohorts.ready == set()
+    cohorts.begin_step(3, ())
+    assert cohorts.ready == {"a", "b", "new"}
+
+
+def test_an_unknown_decode_is_known_once_the_numbers_differ():
+    """One left on a way nobody told of while another came: as many are ready as run."""
+    cohorts = Cohorts(2, by_step=True)
+    cohorts.ready = {"a", "gone"}
+    run(cohorts, 1, ["a", "came"])
+    cohorts.begin_step(3, ())
+    cohorts.ready.intersection_update({"a", "came"})  # as the scheduler does now and then
+    run(cohorts, 3, ["a", "came"])
+    cohorts.begin_step(5, ())
+    assert cohorts.ready == {"a", "came"}
 
 
 EVENTS = st.lists(

@@ -243,6 +243,18 @@ def test_auto_does_not_hold_for_a_prompt_that_takes_the_room_left():
     assert make("auto", cost_model()).hold(state._replace(waiting_tokens=9000)) == {}
 
 
+@pytest.mark.parametrize("decode_s", [0.0, 1e-6, 1e-5, 1e-4, 3e-4])
+def test_auto_looks_no_further_where_prompts_take_all_room_only_if_that_changes_nothing(
+    decode_s, monkeypatch
+):
+    state = with_prompt([50, 45, 45, 40], 200)._replace(waiting_tokens=9000)
+    model = cost_model(decodes=decode_s)
+    soon = make("auto", model).hold(state)
+    monkeypatch.setattr(Auto, "_prompts_refill", lambda *_: False)
+    assert make("auto", model).hold(state) == soon
+    assert bool(soon) == (decode_s >= 1e-4)
+
+
 def test_auto_does_not_hold_for_a_prompt_where_the_next_micro_batches_are_full():
     assert make("auto", cost_model()).hold(with_prompt([46, 47, 47, 47], 200)) == {}
 

@@ -5,16 +5,8 @@ Works on request ids with set operations only, so that its cost per step stays a
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Set
-from typing import NamedTuple
 
 from vllm_ppbalance.state import MicroBatch
-
-
-class Flight(NamedTuple):
-    """A micro-batch in flight with the requests that will ask to decode after it."""
-
-    batch: MicroBatch
-    next_decodes: set[str]  # shrinks as requests finish or lose their KV blocks in flight
 
 
 class Cohorts:
@@ -31,35 +23,43 @@ class Cohorts:
         self.holds_in_a_row: dict[str, int] = {}
         self.recent: deque[MicroBatch] = deque(maxlen=pp_size)
         self._by_step = by_step
-        self._in_flight: deque[Flight] = deque()
+        self.in_flight: deque[MicroBatch] = deque()  # oldest first
+        # Who asks to decode after each; shrinks as requests finish or lose their KV blocks.
+        self._next_decodes: deque[set[str]] = deque()
 
     def begin_step(self, step: int, finished: Iterable[str]) -> None:
         """Bring `ready` up to date for `step`; `finished` are the requests gone since the last."""
         for request_id in finished:
             self.forget(request_id)
         if self._by_step:
-            while self._in_flight and self._in_flight[0].batch.step <= step - self.pp_size:
+            while self.in_flight and self.in_flight[0].step <= step - self.pp_size:
                 self._land()
         if self.parked:
             for due in [due for due in self.parked if due <= step]:
                 self.ready |= self.parked.pop(due)
 
-    def scheduled(self, flight: Flight, ran: Set[str]) -> None:
-        """Note a non-empty micro-batch; `ran` holds the ids of all its rows."""
-        if len(self.ready) == flight.batch.num_decodes:
-            self.ready = set()  # only ready decodes run, so these are all of them
+    def scheduled(
+        self, batch: MicroBatch, ran: Set[str], prompts: Set[str], ended: Set[str]
+    ) -> None:
+        """Note a non-empty micro-batch: the ids of its rows, of its prompts, of those that end."""
+        if len(self.ready) == batch.num_decodes:
+            next_decodes, self.ready = self.ready, set()  # only ready ones run: these are all
         else:
-            self.ready.difference_update(ran)
+            next_decodes = set(ran)
+            next_decodes -= prompts
+            self.ready -= next_decodes
+        next_decodes |= ended
         if self.holds_in_a_row:
             for request_id in self.holds_in_a_row.keys() & ran:
                 del self.holds_in_a_row[request_id]
-        self._in_flight.append(flight)
-        self.recent.append(flight.batch)
+        self.in_flight.append(batch)
+        self._next_decodes.append(next_decodes)
+        self.recent.append(batch)
 
     def completed(self, step: int) -> None:
         """Note that micro-batch `step` came out of the last stage."""
         if not self._by_step:
-            while self._in_flight and self._in_flight[0].batch.step <= step:
+            while self.in_flight and self.in_flight[0].step <= step:
                 self._land()
 
     def hold(self, holds: Mapping[str, int], step: int) -> None:
@@ -79,17 +79,13 @@ class Cohorts:
         """Drop a request that finished or lost its KV blocks; True if it was being held."""
         self.ready.discard(request_id)
         self.holds_in_a_row.pop(request_id, None)
-        for flight in self._in_flight:
-            flight.next_decodes.discard(request_id)
+        for next_decodes in self._next_decodes:
+            next_decodes.discard(request_id)
         held = False
         for parked in self.parked.values():
             held |= request_id in parked
             parked.discard(request_id)
         return held
-
-    def in_flight(self) -> list[MicroBatch]:
-        """The other cohorts' micro-batches after `begin_step`, oldest first."""
-        return [flight.batch for flight in self._in_flight]
 
     def parked_counts(self) -> dict[int, int]:
         """Held decodes by the step they return at."""
@@ -98,6 +94,7 @@ class Cohorts:
         return {step: len(ids) for step, ids in self.parked.items() if ids}
 
     def _land(self) -> None:
-        landed = self._in_flight.popleft().next_decodes
+        self.in_flight.popleft()
+        landed = self._next_decodes.popleft()
         # Nobody else needs the set of a micro-batch that is done.
         self.ready = self.ready | landed if self.ready else landed

@@ -170,14 +170,16 @@ class Controller:
             self.cohorts.hold(hold, state.step)
             self.num_moves += len(hold)
             self._last_hold = state.step
-        return Decision(budget, hold, getattr(self.chunk, "reason", ""), self._order(state, budget))
+        # Once a round, and never while KV is short.
+        order = NO_CHANGE
+        if not state.step % self.pp_size and state.num_waiting and state.step >= self._calm_until:
+            order = self._order(state, budget)
+        return Decision(budget, hold, getattr(self.chunk, "reason", ""), order)
 
     def _order(self, state: PipelineState, budget: int) -> Order:
-        """Who of the waiting goes first or last; asked once a round, never while KV is short."""
+        """Who of the waiting goes first or last."""
         admission, rates = self.admission, self.rates
-        if admission is None or rates is None or not (self.predicts and state.num_waiting):
-            return NO_CHANGE
-        if state.step % self.pp_size or state.step < self._calm_until:
+        if admission is None or rates is None or not self.predicts:
             return NO_CHANGE
         # `balanced` goes as fast as what is due needs, the others at the budget they give.
         limit = None if self.settings.chunk.strategy == "balanced" else budget

@@ -135,6 +135,11 @@ class CostModel:
         """Seconds by tokens alone; never less for more tokens."""
         return self._terms[0] * self._table.at(num_tokens)
 
+    def decodes_s(self, decodes: int, decode_context: int) -> float:
+        """Seconds that decodes take in a micro-batch beyond those of so many prompt tokens."""
+        _, _, _, decode, context, _, _, _ = self._terms
+        return decode * decodes + context * decode_context
+
     def tile(self) -> int:
         """Tokens of the GPU's tile as the profile shows it, 0 where it shows none."""
         return self._table.tile

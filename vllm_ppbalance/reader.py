@@ -40,7 +40,7 @@ def read_state(scheduler: Any, own: Controller, step: int, stock_budget: int) ->
         decode_budget,
         num_ready,
         Lazy(ready_decodes, scheduler, own, step),
-        cohorts.in_flight(),
+        cohorts.in_flight,
         cohorts.recent,
         cohorts.parked_counts(),
         len(own.backlog),

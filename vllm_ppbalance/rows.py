@@ -14,9 +14,10 @@ class Rows(NamedTuple):
 
     batch: MicroBatch
     ran: Set[str]
+    prompts: Set[str]  # that compute their prompt
+    ended: Set[str]  # whose prompt ends here
+    firsts: Set[str]  # of these, those without a token yet
     decodes: Set[str]  # that add a token to a running decode
-    firsts: Set[str]  # whose prompt ends here
-    next_decodes: set[str]  # that will ask to decode after it
     admitted: bool  # whether any of them did not run before, or resumes
 
 
@@ -29,10 +30,10 @@ def read_rows(scheduler: Any, own: Controller, output: Any) -> Rows:
     context = sum(cached.num_computed_tokens)
     decode_tokens = output.total_num_scheduled_tokens
     decodes: Set[str] = ran
-    next_decodes = set(ran)
+    ended: set[str] = set()
     firsts: set[str] = set()
-    ended: list[tuple[int, int]] = []  # chunks that end their prompt, then those that do not
-    going_on: list[tuple[int, int]] = []
+    last_chunks: list[tuple[int, int]] = []  # that end their prompt
+    other_chunks: list[tuple[int, int]] = []
     admitted = False
     if prompts:
         # A prompt without a token yet adds no gap; a recomputed one must not.
@@ -52,12 +53,12 @@ def read_rows(scheduler: Any, own: Controller, output: Any) -> Rows:
         if request_id in prefilling or request_id in cached.resumed_req_ids:
             context -= before
         if request.is_prefill_chunk:
-            going_on.append((new, before))
+            other_chunks.append((new, before))
             prefilling.add(request_id)
-            next_decodes.discard(request_id)
         else:
-            ended.append((new, before))
+            last_chunks.append((new, before))
             prefilling.discard(request_id)
+            ended.add(request_id)
             if not request.num_output_tokens:
                 firsts.add(request_id)
     batch = MicroBatch(
@@ -66,10 +67,10 @@ def read_rows(scheduler: Any, own: Controller, output: Any) -> Rows:
         len(ran) - len(prompts),
         decode_tokens,
         context,
-        (*ended, *going_on),
-        len(next_decodes),
+        (*last_chunks, *other_chunks),
+        len(ran) - len(other_chunks),
     )
-    return Rows(batch, ran, decodes, firsts, next_decodes, admitted)
+    return Rows(batch, ran, prompts, ended, firsts, decodes, admitted)
 
 
 def _prompts(own: Controller, output: Any, ran: Set[str]) -> Set[str]:

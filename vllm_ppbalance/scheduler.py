@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from vllm_ppbalance.adapters import keep_within
 from vllm_ppbalance.admission import NO_CHANGE, OnTimeFirst
 from vllm_ppbalance.apply import hold, release_if_empty, reorder
-from vllm_ppbalance.cohorts import Flight
 from vllm_ppbalance.controller import Controller
 from vllm_ppbalance.measuring import MeasuringMixin
 from vllm_ppbalance.reader import (
@@ -36,8 +35,9 @@ if TYPE_CHECKING:
 # Under "vllm." so that vLLM's own handler and format apply.
 logger = logging.getLogger("vllm.ppbalance")
 
-# A request can leave `running` on ways we are not told of (streaming sessions, cache resets).
-RESYNC_STEPS = 64
+# A request can leave `running` on ways we are not told of (streaming sessions, cache resets). A
+# prime, so that every cohort gets its turn.
+RESYNC_STEPS = 61
 
 
 class PPBalanceMixin(MeasuringMixin):
@@ -163,7 +163,7 @@ class PPBalanceMixin(MeasuringMixin):
         self._decision = decision = own.decide(read_state(self, own, step, self._stock_budget))
         if decision.hold:
             hold(self.requests, decision.hold, step)
-        if decision.order != NO_CHANGE:
+        if decision.order is not NO_CHANGE:
             reorder(self.waiting, decision.order)
         run = self._profile_run
         self.max_num_scheduled_tokens = run.profile.budget if run else decision.budget
@@ -189,7 +189,7 @@ class PPBalanceMixin(MeasuringMixin):
                 measuring,
             )
         )
-        own.cohorts.scheduled(Flight(rows.batch, rows.next_decodes), rows.ran)
+        own.cohorts.scheduled(rows.batch, rows.ran, rows.prompts, rows.ended)
 
     def _observe(self, output: Any, result: Mapping[int, Any]) -> None:
         own = self.ppbalance

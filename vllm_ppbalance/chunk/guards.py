@@ -11,7 +11,10 @@ TILE = 128  # the published granularity of the guard and of the low-memory rule,
 
 def at_least_requests(chunk: int, state: PipelineState) -> int:
     """`chunk`, or the next multiple of 128 above the requests of the fullest recent micro-batch."""
-    fullest = max(map(NUM_REQUESTS, state.recent), default=0)
+    fullest = 0
+    for batch in state.recent:
+        if batch.num_requests > fullest:
+            fullest = batch.num_requests
     return max(chunk, -(-(fullest + 1) // TILE) * TILE)
 
 

@@ -77,6 +77,8 @@ class Auto:
             plan = self._plan or plan
         if plan.parks:
             return self._park(model, state, plan, read)
+        if self._prompts_refill(model, state, read, before_s):
+            return NOBODY
         places = find_places(state, plan)
         left = state.num_ready - len(places)
         least_s = _seconds(model, state, left, read * left // state.num_ready)
@@ -169,6 +171,18 @@ class Auto:
         if held:
             self._fairness.note(held, state.step, state.pp_size, plan.parks)
         return held
+
+    def _prompts_refill(
+        self, model: CostModel, state: PipelineState, read: int, before_s: float
+    ) -> bool:
+        """Whether prompt tokens would take the room of all held, and that is no shorter.
+
+        Less than `margin` could be won then even if all decodes were held.
+        """
+        prompt = state.planned_prefill
+        if not prompt or prompt + state.num_ready > state.prefill_backlog():
+            return False
+        return model.decodes_s(state.num_ready, read) < before_s * self._margin
 
     def _free(self, state: PipelineState, walk: Iterable[Decode]) -> Iterator[Decode]:
         free, step, pp_size = self._fairness.free, state.step, state.pp_size
