@@ -41,8 +41,10 @@ def in_time(ran):
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_in_overload_more_requests_are_in_time_and_none_is_lost(mode, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    fcfs, on_time = served("fcfs", mode), served("on_time", mode)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "fcfs"))
+    fcfs = served("fcfs", mode)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "on_time"))  # nothing learnt by the other
+    on_time = served("on_time", mode)
     assert on_time.tokens == fcfs.tokens
     assert all(record.finished for record in on_time.result.requests.values())
     assert not on_time.scheduler.ppbalance_failed

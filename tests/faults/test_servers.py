@@ -143,10 +143,16 @@ def under_load(server, act):
 def test_sigterm_under_load_leaves_no_process_and_what_was_learnt(server):
     """The last test of this server. vLLM lets what runs finish; what comes later is refused."""
     session, process = server.process.pid, server.process
-    answers = under_load(server, lambda: process.send_signal(signal.SIGTERM))
+    told_at = []
+
+    def terminate():
+        told_at.append(time.time())
+        process.send_signal(signal.SIGTERM)
+
+    answers = under_load(server, terminate)
     (profile,) = (server.log.parent / "profiles").glob("*/*.json")
-    saved_s = time.time() - json.loads(profile.read_text())["saved_at"]
-    assert saved_s < SAVE_EVERY_S + 10.0, f"saved {saved_s:.0f} s ago"
+    lost_s = told_at[0] - json.loads(profile.read_text())["saved_at"]
+    assert lost_s < SAVE_EVERY_S + 10.0, f"saved {lost_s:.0f} s before SIGTERM"
     assert all(answer.finished or answer.error for answer in answers)
     assert process.wait(60) is not None
     left = wait_until_gone(session, 20.0)
