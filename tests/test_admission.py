@@ -5,7 +5,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ppbalance.admission import NO_CHANGE, OnTimeFirst, Pace
+from vllm_ppbalance.admission import EASY_ROUNDS, NO_CHANGE, OnTimeFirst, Pace
 from vllm_ppbalance.config import Settings
 
 PACE = Pace(tokens_s=1000.0, through_s=0.0, ahead=0)  # the target is 2 s: 2,000 tokens
@@ -20,6 +20,42 @@ def queue(*lengths, arrival_s=0.0, late_share=0.25):
 
 def test_the_queue_stays_as_it_is_while_all_can_be_in_time():
     assert queue(500, 500, 1000).order(PACE, 0.0, 0) is NO_CHANGE
+
+
+def test_nobody_asks_for_the_pace_while_all_are_in_time_at_half_of_the_last_one():
+    policy = queue(500, 400)
+    assert not policy.at_ease(900, 0.0, 0)  # no pace is known yet
+    assert policy.order(PACE, 0.0, 0) is NO_CHANGE
+    assert policy.at_ease(900, 0.1, 0)
+    assert not policy.at_ease(900, 0.3, 0)  # 1.8 s at half the pace
+    assert not policy.at_ease(1100, 0.0, 0)  # admitted ones come first
+    policy.left(["r0", "r1"])
+    assert policy.at_ease(5000, 9.0, 0)  # nobody waits
+
+
+def test_the_pace_is_asked_for_again_after_some_rounds():
+    policy = queue(500)
+    policy.order(PACE, 0.0, 0)
+    assert [policy.at_ease(500, 0.0, 0) for _ in range(EASY_ROUNDS + 1)].count(True) == EASY_ROUNDS
+    policy.order(PACE, 0.0, 0)
+    assert policy.at_ease(500, 0.0, 0)
+
+
+def test_who_was_put_off_is_looked_after_every_round():
+    policy = queue(5000, 100)
+    policy.order(PACE, 0.0, 0)
+    assert policy.num_late == 1
+    assert not policy.at_ease(0, 0.0, 0)
+
+
+def test_rounds_at_ease_give_the_late_no_credit():
+    """What was computed before anyone was late is nobody's share."""
+    policy = queue(400)
+    policy.order(PACE, 0.0, computed=0)
+    assert policy.at_ease(400, 0.0, computed=50_000)
+    policy.arrived("long", 5000, 0.0)
+    assert policy.order(PACE, 0.0, computed=50_000).last == ("long",)
+    assert policy.order(PACE, 0.1, computed=50_400) is NO_CHANGE
 
 
 def test_the_longest_is_put_off_when_one_has_to_be():

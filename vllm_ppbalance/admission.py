@@ -25,6 +25,8 @@ class Pace(NamedTuple):
 
 
 NO_CHANGE = Order()
+EASY = 2.0  # times slower than last known that the pace may be for all to be in time
+EASY_ROUNDS = 16  # for which the pace counts as known
 
 
 def pace_of(
@@ -56,6 +58,8 @@ class OnTimeFirst:
         self._behind = True  # nobody on time stands behind a late one
         self._computed: int | None = None  # prompt tokens, when last looked at
         self._credit = 0.0  # prompt tokens the late ones may have
+        self._pace: Pace | None = None  # when last looked at
+        self._rounds = 0  # since then
 
     @property
     def num_late(self) -> int:
@@ -77,8 +81,25 @@ class OnTimeFirst:
             else:
                 self._tokens -= known[0]
 
+    def at_ease(self, left: int, now_s: float, computed: int) -> bool:
+        """Whether all are in time by far, with `left` prompt tokens to compute, admitted ones' too.
+
+        Then `order` changes nothing, and its `pace`, which takes time to find, is not needed.
+        """
+        pace, self._rounds = self._pace, self._rounds + 1
+        if pace is None or self._rounds > EASY_ROUNDS or self._late or not self._behind:
+            return False
+        oldest = next(iter(self._on_time.values()), None)
+        if oldest is not None:
+            needed_s = EASY * (pace.through_s + left / pace.tokens_s)
+            if now_s + needed_s > oldest[1] + self._slo_ttft:
+                return False
+        self._computed, self._credit = computed, 0.0
+        return True
+
     def order(self, pace: Pace, now_s: float, computed: int) -> Order:
         """What to change, given `computed` prompt tokens so far and the wall clock."""
+        self._pace, self._rounds = pace, 0
         behind = not self._put_off(pace, now_s) and self._behind
         first = self._forgiven(computed)
         if behind and not first:

@@ -181,11 +181,14 @@ class Controller:
         admission, rates = self.admission, self.rates
         if admission is None or rates is None or not self.predicts:
             return NO_CHANGE
+        left, now_s = state.prefill_backlog(), self.clock.time()
+        computed = state.arrived_tokens - left
+        if admission.at_ease(left, now_s, computed):
+            return NO_CHANGE
         # `balanced` goes as fast as what is due needs, the others at the budget they give.
         limit = None if self.settings.chunk.strategy == "balanced" else budget
         pace = pace_of(state, rates, limit, self.backlog.cached_share)
-        computed = state.arrived_tokens - state.prefill_backlog()
-        return admission.order(pace, self.clock.time(), computed)
+        return admission.order(pace, now_s, computed)
 
     def arrived(self, request_id: str, num_tokens: int, arrival_s: float) -> None:
         """A request came in; `arrival_s` is on the wall clock."""

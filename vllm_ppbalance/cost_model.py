@@ -4,7 +4,7 @@ Form after the adaptive latency predictor of "Revisiting Pipeline Parallelism fo
 (OSDI 2026): a base by tokens plus interference terms; here the base is learnt too.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from operator import mul
 from typing import Any, Self
@@ -89,6 +89,23 @@ class CostModel:
         if prefills:
             seconds += mixed
         return max(seconds, FLOOR * base)
+
+    def predict_filled(
+        self, budgets: Iterable[int], decode_tokens: int, prefix: int, decodes: int, context: int
+    ) -> Iterator[float]:
+        """`predict` for micro-batches of `budgets` tokens, filled up with one prompt chunk.
+
+        The chunk has `prefix` tokens before it; the decodes take `decode_tokens` and read
+        `context`. Budgets must leave room for the chunk.
+        """
+        factor, fixed, mixed, decode, per_context, square, per_prefix, past = self._terms
+        at, decodes_s, context_s = self._table.at, decode * decodes, per_context * context
+        prefix_s, past_s = per_prefix * prefix, past * prefix
+        for num_tokens in budgets:
+            base, new = factor * at(num_tokens), num_tokens - decode_tokens
+            seconds = base + fixed + decodes_s + context_s
+            seconds += new * (square * new + prefix_s) + past_s
+            yield max(seconds + mixed, FLOOR * base)
 
     def observe(
         self,
