@@ -125,7 +125,7 @@ class PipelineState(NamedTuple):
 
     def planning(self, prefill: int) -> "PipelineState":
         """The same with `prefill` as its `planned_prefill`, faster than `_replace`."""
-        return PipelineState._make((*self[:-1], prefill))
+        return tuple.__new__(PipelineState, (*self[:-1], prefill))
 
     @property
     def tokens_per_decode(self) -> int:
@@ -138,7 +138,7 @@ class PipelineState(NamedTuple):
         alive = self.num_ready
         for batch in self.in_flight:
             alive += batch.next_decodes
-        return alive + sum(self.parked.values())
+        return alive + sum(self.parked.values()) if self.parked else alive
 
     @property
     def decode_share(self) -> int:
