@@ -7,7 +7,8 @@ import pytest
 
 from bench.batch import BatchShape
 from bench.fit_rows import MeasuredShape
-from bench.gpu import predictor_check, same_tokens
+from bench.gpu import clock_fit, predictor_check, same_tokens
+from bench.gpu.clock_fit import Clock, Row
 from bench.gpu.models import SHAPES, write_model
 from bench.predictor import HOST_S
 from vllm_ppbalance.trace import COLUMNS, VERSION
@@ -88,3 +89,41 @@ def test_a_stage_is_a_quarter_of_its_model(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["num_hidden_layers"] * 4 == SHAPES["qwen2.5-32b"]["num_hidden_layers"]
     assert config["hidden_size"] == SHAPES["qwen2.5-32b"]["hidden_size"]
+
+
+def micro_batches(clock, pauses_s):
+    """512 tokens after each pause, as long as `clock` says; cold they take 30 ms."""
+    rows, now_s = [], 0.0
+    for pause_s in pauses_s:
+        now_s += pause_s
+        row = Row(shape(((512, 0),), 0), now_s, 0.03, 0.03)
+        seconds = clock.times([*rows, row], [0.03] * (len(rows) + 1))[-1]
+        rows.append(row._replace(forward_s=seconds))
+        now_s += seconds
+    return rows
+
+
+def test_a_gpu_at_its_limit_takes_longer_and_recovers_in_a_pause():
+    times = [row.forward_s for row in micro_batches(Clock(0.06, 0.2, 0.0), [0.0] * 12 + [1.0])]
+    assert [times[0], times[12]] == pytest.approx([0.03, 0.03])
+    assert times[:12] == sorted(times[:12])
+    # Cold ones heat up as well: at the limit it is less than a fifth over them.
+    assert 0.03 * 1.14 < times[11] < 0.03 * 1.2
+
+
+def test_the_clock_that_made_the_times_is_found():
+    made = Clock(0.08, 0.23, 0.05)
+    gaps = [[0.0] * 8 + [0.05] * 4 + [0.2] * 3, [0.01] * 12]
+    loads = [micro_batches(made, each) for each in gaps]
+    found = clock_fit.best_clock(loads, [[0.03] * len(rows) for rows in loads])
+    assert (found.tau_s, found.heavy) == (made.tau_s, made.heavy)
+
+
+def test_stage_rows_are_read_without_their_first_ones_and_one_time_work(tmp_path):
+    path = tmp_path / "stages.json"
+    rows = [[64, 64, 0.1 * i, 0.01, 0.0] for i in range(clock_fit.STARTING)]
+    rows += [[64, 64, 1.0, 0.01, 0.0], [164, 11, 1.1, 0.02, 0.0], [64, 64, 1.2, 0.9, 0.0]]
+    path.write_text(json.dumps({"fields": [], "stages": [rows]}))
+    found = clock_fit.read_rows(path, lambda batch: 1e-4 * batch.num_tokens)
+    assert [(r.shape.prefills, r.shape.decodes) for r in found] == [((), 64), (((154, 0),), 10)]
+    assert clock_fit.cold_factors(path, lambda batch: 0.01)[0] == [64.0, 164.0]
