@@ -21,14 +21,12 @@ The numbers are read off those excesses by eye, to round values; the 3 % is what
 saturated runs right. That they hold for other models, layer counts and GPUs is assumed.
 """
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
 from bench.batch import BatchShape
-
-StageTime = Callable[[BatchShape], float]
+from bench.pipeline import StageTime
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,9 +91,8 @@ def _skew(controller: Any, scale: float) -> None:
     use_model = controller.use_model
 
     def skewed(model: Any) -> Any:
-        predict, filled = model.predict, model.predict_filled
+        predict = model.predict
         model.predict = lambda *args: scale * predict(*args)
-        model.predict_filled = lambda *args: (scale * seconds for seconds in filled(*args))
         return model
 
     controller.use_model = lambda model, store: use_model(skewed(model), store)

@@ -27,10 +27,6 @@ class Stage:
         tiles = -(-num_tokens // self.tile)
         return FIXED_S + TOKEN_S * tiles * self.tile + self.attention_s * pairs
 
-    def predict_filled(self, budgets, decode_tokens, prefix, decodes, context):
-        for tokens in budgets:
-            yield self.predict(tokens, ((tokens - decode_tokens, prefix),), decodes, context)
-
 
 def prompts(count, tokens=1000, waited_s=0.0, prefix=0):
     return [Waiting(f"p{i}", tokens, prefix, waited_s) for i in range(count)]

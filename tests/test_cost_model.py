@@ -253,18 +253,6 @@ def test_a_time_that_cannot_be_is_refused(bad):
     assert model.to_dict() == before
 
 
-@given(st.integers(0, 60), st.integers(0, 9000), st.integers(0, 200_000))
-def test_budgets_filled_by_one_chunk_are_predicted_as_one_by_one(decodes, prefix, context):
-    """To the last bit, learnt terms and the floor included."""
-    for model in (profiled(), cold()):
-        model.observe(512, ((412, 64),), 100, 9000, 2.0 * true_seconds(512))
-        budgets = (64, 100, 512, 3000, 9000)
-        filled = model.predict_filled(budgets, decodes, prefix, decodes, context)
-        assert list(filled) == [
-            model.predict(n, ((n - decodes, prefix),), decodes, context) for n in budgets
-        ]
-
-
 def test_an_empty_micro_batch_takes_no_time():
     assert profiled().predict(0, (), 0, 0) == 0.0
 

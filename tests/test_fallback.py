@@ -160,6 +160,6 @@ def test_a_health_that_comes_and_goes_is_said_every_ten_seconds_at_most(tmp_path
     batch = MicroBatch(1, 1, 0, 0, 0, ((512, 0),), 0)
     with caplog.at_level(logging.INFO, "vllm.ppbalance"):
         for i in range(300):
-            model.mean_error = 0.9 * (i % 2)
+            model.trust.mean_error = 0.9 * (i % 2)
             own.learn(batch, true_s(512), 0.1 * i)
     assert 2 <= len(caplog.records) <= 4

@@ -63,9 +63,9 @@ def test_a_model_that_comes_to_be_trusted_is_used_and_left_when_it_is_not():
     chooser = policy("alp", model, alp_chunk_max=4096)
     urgent = prompts(9000, waited_s=1.9)
     first = chooser.budget(pipeline([0] * 4, 100, **urgent))
-    model.mean_error = 0.9
+    model.trust.mean_error = 0.9
     assert chooser.budget(pipeline([0] * 4, 101, **urgent)) == 512
-    model.mean_error = 0.0
+    model.trust.mean_error = 0.0
     assert chooser.budget(pipeline([0] * 4, 102, **urgent)) == first != 512
 
 

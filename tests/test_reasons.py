@@ -101,7 +101,7 @@ def test_each_change_between_use_and_fallback_is_logged_once(caplog):
     error, said = [0.0, 0.9, 0.0], []
     with caplog.at_level(logging.INFO, "vllm.ppbalance"):
         for step in range(3000):
-            model.mean_error = error[step // 1000]
+            model.trust.mean_error = error[step // 1000]
             chooser.budget(pipeline([0] * 4, step, now_s=0.1 * step, **alone))
             said.append(len(caplog.records))
     texts = [record.getMessage() for record in caplog.records]
@@ -118,6 +118,6 @@ def test_a_model_that_comes_and_goes_does_not_fill_the_log(caplog):
     chooser = policy("equal_latency", model, equal_first_chunk=4096)
     with caplog.at_level(logging.INFO, "vllm.ppbalance"):
         for step in range(0, 256 * 200, 256):
-            model.mean_error = 0.9 * (step // 256 % 2)
+            model.trust.mean_error = 0.9 * (step // 256 % 2)
             chooser.budget(pipeline([0] * 4, step, now_s=step / 256, **prompts(50_000)))
     assert 2 <= len(caplog.records) <= 5

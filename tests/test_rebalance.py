@@ -319,10 +319,10 @@ def test_auto_follows_a_model_once_it_is_trusted_and_no_longer():
     policy = make("auto", model)
     small = [24, 22, 22, 20]
     assert policy.hold(pipeline(small, 100))
-    model.mean_error = 0.9
+    model.trust.mean_error = 0.9
     later = 100 + 4 * KEPT_ROUNDS
     assert policy.hold(pipeline(small, later)) == {}
-    model.mean_error = 0.0
+    model.trust.mean_error = 0.0
     assert policy.hold(pipeline(small, later + 4))
 
 

@@ -84,7 +84,8 @@ class OnTimeFirst:
     def at_ease(self, left: int, now_s: float, computed: int) -> bool:
         """Whether all are in time by far, with `left` prompt tokens to compute, admitted ones' too.
 
-        Then `order` changes nothing, and its `pace`, which takes time to find, is not needed.
+        Then `order` would change nothing, and its `pace`, which takes time to find, is not needed.
+        Asked once a round; like `order` it notes what was `computed`.
         """
         pace, self._rounds = self._pace, self._rounds + 1
         if pace is None or self._rounds > EASY_ROUNDS or self._late or not self._behind:
@@ -102,10 +103,9 @@ class OnTimeFirst:
         self._pace, self._rounds = pace, 0
         behind = not self._put_off(pace, now_s) and self._behind
         first = self._forgiven(computed)
-        if behind and not first:
-            return NO_CHANGE
+        last = () if behind else tuple(self._late)
         self._behind = True
-        return Order(first, () if behind else tuple(self._late))
+        return Order(first, last) if first or last else NO_CHANGE
 
     def _put_off(self, pace: Pace, now_s: float) -> bool:
         waiting = self._on_time

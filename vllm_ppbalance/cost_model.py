@@ -4,7 +4,7 @@ Form after the adaptive latency predictor of "Revisiting Pipeline Parallelism fo
 (OSDI 2026): a base by tokens plus interference terms; here the base is learnt too.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import isfinite
 from operator import mul
 from typing import Any, Self
@@ -13,9 +13,10 @@ import numpy as np
 
 from vllm_ppbalance.base_table import BaseTable
 from vllm_ppbalance.config import PredictorSettings
-from vllm_ppbalance.features import REFERENCE_TOKENS, UNITS, Prefills, raw_features, reference_units
+from vllm_ppbalance.features import UNITS, Prefills, raw_features, reference_units
 from vllm_ppbalance.jumps import Jumps
 from vllm_ppbalance.rls import RecursiveLeastSquares
+from vllm_ppbalance.trust import MIN_SAMPLES, Trust
 
 VERSION = 1
 PUBLISHED = PredictorSettings()
@@ -24,12 +25,6 @@ KNOWN = 1e-12  # variance of a term that is not learnt
 FLOOR = 0.2  # a prediction is at least this share of its base
 SCALES = (1e-3, 1e3)  # bounds of the base's factor, far outside what a GPU does
 LOWEST = np.array([SCALES[0], -np.inf, *[0.0] * (len(UNITS) - 2)])
-MIN_SAMPLES = 32  # before a model is trusted that has no profile, or after a jump
-MIN_SIZES = 3  # a table of fewer sizes says nothing about the others
-MAX_ERROR = 0.5  # mean absolute error, as a share, from which the model is not trusted
-ERROR_RATE = 1 / 32
-FLAT = 1.05  # times that grow by less over FLAT_SPAN times the tokens cannot rank budgets
-FLAT_SPAN = 8
 MAX_IDLE_S = 3600.0  # after which what was learnt is doubted: clocks, neighbours, models move
 PREFIX_BUCKET = 512  # tokens; prefixes closer together count as one length
 
@@ -37,9 +32,8 @@ PREFIX_BUCKET = 512  # tokens; prefixes closer together count as one length
 class CostModel:
     """Seconds of the slowest stage for a micro-batch: base(tokens) + theta . features.
 
-    `profiled` says that `table` was measured on this deployment; otherwise the model is not
-    trusted until it has seen MIN_SAMPLES. `theta` has one number for each of UNITS; those not in
-    `learn` keep it.
+    `profiled` says that `table` was measured on this deployment; otherwise it is a guess, see
+    `Trust`. `theta` has one number for each of UNITS; those not in `learn` keep it.
     """
 
     def __init__(
@@ -54,17 +48,13 @@ class CostModel:
         self._table = table
         self.profiled = profiled
         self._clip = settings.error_clip
-        self._trust_from = 0 if profiled else MIN_SAMPLES
         start = [1.0, *[0.0] * (len(UNITS) - 1)] if theta is None else list(theta)
         each = settings.initial_variance
         variance = [BASE_VARIANCE * each, *[each] * (len(UNITS) - 1)]
         variance = [v if name in learn else KNOWN for name, v in zip(UNITS, variance, strict=True)]
         self._rls = RecursiveLeastSquares(start, variance, settings.forgetting)
         self._units = list(reference_units(table).values())
-        # Smallest and largest micro-batch measured, tokens; of a guess only what serving showed.
-        self._least, self._most = (table.tokens[0], table.tokens[-1]) if profiled else (1 << 30, 0)
-        self.num_samples = 0
-        self.mean_error = 0.0  # absolute, as a share of what was measured; recent samples
+        self.trust = Trust((table.tokens[0], table.tokens[-1]) if profiled else None)
         self._terms: list[float] = []
         self._jumps = Jumps(settings.error_clip)
         self._last_s: float | None = None
@@ -89,23 +79,6 @@ class CostModel:
         if prefills:
             seconds += mixed
         return max(seconds, FLOOR * base)
-
-    def predict_filled(
-        self, budgets: Iterable[int], decode_tokens: int, prefix: int, decodes: int, context: int
-    ) -> Iterator[float]:
-        """`predict` for micro-batches of `budgets` tokens, filled up with one prompt chunk.
-
-        The chunk has `prefix` tokens before it; the decodes take `decode_tokens` and read
-        `context`. Budgets must leave room for the chunk.
-        """
-        factor, fixed, mixed, decode, per_context, square, per_prefix, past = self._terms
-        at, decodes_s, context_s = self._table.at, decode * decodes, per_context * context
-        prefix_s, past_s = per_prefix * prefix, past * prefix
-        for num_tokens in budgets:
-            base, new = factor * at(num_tokens), num_tokens - decode_tokens
-            seconds = base + fixed + decodes_s + context_s
-            seconds += new * (square * new + prefix_s) + past_s
-            yield max(seconds + mixed, FLOOR * base)
 
     def observe(
         self,
@@ -135,13 +108,7 @@ class CostModel:
         self._bound()
         self._table.learn(num_tokens, min(max(error, -self._clip), self._clip), weight)
         self._refresh()
-        self.num_samples += 1
-        if num_tokens < self._least:
-            self._least = num_tokens
-        if num_tokens > self._most:
-            self._most = num_tokens
-        share = min(abs(predicted / measured_s - 1.0), 1.0)
-        self.mean_error += ERROR_RATE * weight * (share - self.mean_error)
+        self.trust.note(num_tokens, predicted, measured_s, weight)
         if self._jumps.note(error, raw, measured_s):
             self._follow_jump()
         for _, before in prefills:
@@ -171,6 +138,11 @@ class CostModel:
         return len(self._prefix_lengths)
 
     @property
+    def num_samples(self) -> int:
+        """Stage times learnt from."""
+        return self.trust.num_samples
+
+    @property
     def trusted(self) -> bool:
         """Whether a policy may follow the predictions."""
         return self.health is None
@@ -178,20 +150,7 @@ class CostModel:
     @property
     def health(self) -> str | None:
         """Why a policy should use a fixed budget instead; None while the model is sound."""
-        table = self._table
-        if len(table.tokens) < MIN_SIZES:
-            return f"it was fitted on {len(table.tokens)} batch size(s), {MIN_SIZES} are needed"
-        missing = self._trust_from - self.num_samples
-        if missing > 0:
-            what = "its first" if self._trust_from <= MIN_SAMPLES else "after a sudden change its"
-            return f"{what} {MIN_SAMPLES} stage times are not measured yet"
-        if self.mean_error > MAX_ERROR:
-            return f"its predictions are off by {self.mean_error:.0%} on average"
-        # Fewer tokens than that never differ on a GPU: reading the weights is all of their time.
-        first, last = max(self._least, REFERENCE_TOKENS), self._most
-        if last >= FLAT_SPAN * first and table.at(last) < FLAT * table.at(first):
-            return f"{last} tokens seem to take no longer than {first}"
-        return None
+        return self.trust.why_not(self._table)
 
     def to_dict(self) -> dict[str, Any]:
         """All that is learnt, for JSON."""
@@ -223,7 +182,7 @@ class CostModel:
             units = reference_units(table)
             theta = [float(saved["terms"][name]) / unit for name, unit in units.items()]
             model = cls(table, theta, profiled=bool(saved["profiled"]), settings=settings)
-            model.num_samples = int(saved["num_samples"])
+            model.trust.num_samples = int(saved["num_samples"])
             model._prefix_lengths = {int(n) for n in saved["prefix_lengths"]}
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise ValueError(f"not a saved cost model: {error!r}") from error
@@ -253,7 +212,7 @@ class CostModel:
     def _follow_jump(self) -> None:
         """Start anew, at the new speed where all work has changed alike."""
         self._rls.doubt()
-        self._trust_from = self.num_samples + MIN_SAMPLES
+        self.trust.start_anew()
         factor = self._jumps.take(self._terms)
         if factor is not None:
             self._rls.theta *= factor

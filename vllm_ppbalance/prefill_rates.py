@@ -1,6 +1,5 @@
 """Which token budgets are worth giving: how fast each computes prompts beside the decodes."""
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -83,12 +82,11 @@ class PrefillRates:
             bound_s = float("inf")  # nobody's token waits
         rates: list[Rate] = []
         fastest = 0.0
-        budgets = SIZES[bisect_right(SIZES, decode_tokens) : bisect_left(SIZES, state.max_budget)]
-        if state.max_budget > decode_tokens:
-            budgets += (state.max_budget,)
-        times = self.model.predict_filled(budgets, decode_tokens, prefix, decodes, context)
-        for tokens, seconds in zip(budgets, times, strict=True):
+        for tokens in (*(size for size in SIZES if size < state.max_budget), state.max_budget):
             new = tokens - decode_tokens
+            if new <= 0:
+                continue
+            seconds = predict(tokens, ((new, prefix),), decodes, context)
             if rates and seconds > bound_s:
                 break
             if rates and head > LONG_PREFIX:

@@ -98,7 +98,8 @@ class PipelineState(NamedTuple):
 
     `in_flight` holds the at most pp_size - 1 newest micro-batches that were scheduled before this
     one, oldest first, empty ones left out; together with the ready decodes they are the pp_size
-    cohorts. `parked` counts decodes held for more than one step, by the step they return at.
+    cohorts. It and `recent` are read in their step only: they go on with the pipeline. `parked`
+    counts decodes held for more than one step, by the step they return at.
     """
 
     step: int

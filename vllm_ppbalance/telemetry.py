@@ -207,7 +207,7 @@ class Telemetry:
         if target_s is not None:
             gauges["target_stage_seconds"] = {"": float(target_s)}
         if model is not None:
-            gauges["prediction_error_ratio"] = {"": model.mean_error}
+            gauges["prediction_error_ratio"] = {"": model.trust.mean_error}
         return gauges
 
 

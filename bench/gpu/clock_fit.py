@@ -23,7 +23,8 @@ import numpy as np
 
 from bench.batch import BatchShape
 from bench.gpu.stage_report import stages_of
-from bench.pipeline_overhead import CALIBRATED, StageTime
+from bench.pipeline import StageTime
+from bench.pipeline_overhead import CALIBRATED
 from bench.sim_spec import profile_of
 
 PROFILE, LAYERS = "h200_qwen2.5-32b", 32
