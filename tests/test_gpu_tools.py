@@ -7,7 +7,7 @@ import pytest
 
 from bench.batch import BatchShape
 from bench.fit_rows import MeasuredShape
-from bench.gpu import clock_fit, predictor_check, same_tokens
+from bench.gpu import clock_fit, predictor_check, rows_report, same_tokens
 from bench.gpu.clock_fit import Clock, Row
 from bench.gpu.models import SHAPES, write_model
 from bench.predictor import HOST_S
@@ -127,3 +127,23 @@ def test_stage_rows_are_read_without_their_first_ones_and_one_time_work(tmp_path
     found = clock_fit.read_rows(path, lambda batch: 1e-4 * batch.num_tokens)
     assert [(r.shape.prefills, r.shape.decodes) for r in found] == [((), 64), (((154, 0),), 10)]
     assert clock_fit.cold_factors(path, lambda batch: 0.01)[0] == [64.0, 164.0]
+
+
+def test_rows_alone_and_in_a_row_are_told_apart(tmp_path):
+    runs = [
+        {"stock": 8192, "prompts": [256, 512], "events": True},
+        {"stock": 512, "prompts": [512], "queued": True, "events": True},
+        {"stock": 256, "prompts": [256], "queued": True},
+    ]
+    alone = [[256, 1, 0.0, 0.008, 0.0], [512, 1, 0.3, 0.014, 0.0]]
+    # The first is not warm yet; the last micro-batch of a run may be a smaller one.
+    many = [[512, 1, 0.1, 0.9, 0.0], [512, 1, 0.5, 0.016, 0.0], [100, 1, 0.6, 0.004, 0.0]]
+    (tmp_path / "results.json").write_text(json.dumps({"runs": runs}))
+    (tmp_path / "stages-0.json").write_text(json.dumps({"fields": [], "stages": [alone]}))
+    packed = gzip.compress(json.dumps({"fields": [], "stages": [many]}).encode())
+    (tmp_path / "stages-1.json.gz").write_bytes(packed)
+    cold, hot = rows_report.rows_of(tmp_path)
+    assert (cold, hot) == ({256: [0.008], 512: [0.014]}, {512: [0.016]})
+    lines = list(rows_report.table(cold, hot))
+    assert lines[2].startswith("| 512 | 14.00 | 14.00 to 14.00 | 16.00 | 1.14 |")
+    assert len(lines) == 3

@@ -50,11 +50,13 @@ def serve(live: LiveEngine, requests: list[BenchRequest], limit_s: float) -> Ran
     return Ran(time.monotonic() - started, records, steps)
 
 
-def serve_alone(live: LiveEngine, requests: list[BenchRequest], limit_s: float) -> Ran:
-    """Serve `requests` one at a time, each on an idle engine."""
+def serve_alone(
+    live: LiveEngine, requests: list[BenchRequest], limit_s: float, pause_s: float = 0.0
+) -> Ran:
+    """Serve `requests` one at a time, each on an engine that was idle for `pause_s`."""
     whole = Ran(0.0, [], [])
     for request in requests:
-        ran = serve(live, [replace(request, arrival_s=0.0)], limit_s - whole.wall_s)
+        ran = serve(live, [replace(request, arrival_s=pause_s)], limit_s - whole.wall_s)
         whole.wall_s += ran.wall_s
         whole.records += ran.records
         whole.steps += ran.steps

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What one GPU can tell: tokens with and without the plugin, the profile of single stages, the
-# predictor online, the cost of a step, and four stages that share the GPU. About 10 minutes on an
-# H200. bash bench/gpu/one_gpu.sh OUT AZURE_CONV_CSV
+# predictor online, the cost of a step, one stage's times cold and under load, and four stages that
+# share the GPU. About 25 minutes on an H200. bash bench/gpu/one_gpu.sh OUT AZURE_CONV_CSV
 set -u
 OUT="$1" TRACE="$2"
 export VLLM_USE_V2_MODEL_RUNNER=1 VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1
@@ -34,11 +34,17 @@ one_stage() {
     gzip -c out/online.jsonl >"$OUT/stage/online.jsonl.gz"
 }
 
-# Four processes on one GPU need an NCCL of 2.30 or later: NEW_NCCL names its library.
+rows() {
+    serve rows stage_rows_h200 1 qwen2.5-32b-stage \
+        '{"scheduler_cls": "vllm_ppbalance.plugin.StageScheduler"}'
+}
+
+# Four processes on one GPU need an NCCL of 2.30 or later: NEW_NCCL names its library. With 32
+# connections each the fourth finds no memory for its context.
 shared() { # command...
     export CUDA_MPS_PIPE_DIRECTORY="$OUT/mps" CUDA_MPS_LOG_DIRECTORY="$OUT/mps"
     export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25 NCCL_MULTI_RANK_GPU_ENABLE=1 VLLM_DISABLE_PYNCCL=1
-    export NCCL_MAX_P2P_NCHANNELS=1
+    export NCCL_MAX_P2P_NCHANNELS=1 CUDA_DEVICE_MAX_CONNECTIONS=8
     mkdir -p "$OUT/mps"
     nvidia-cuda-mps-control -d
     LD_PRELOAD="${NEW_NCCL:-}" "$@"
@@ -46,8 +52,8 @@ shared() { # command...
 }
 
 four_stages() {
-    shared serve pp4 pp4_one_h200 4 qwen2.5-32b \
-        '{"worker_cls": "bench.gpu.shared_gpu.Worker", "kv_cache_memory_bytes": 12884901888,
+    shared serve pp4 pp4_one_h200 4 qwen2.5-14b \
+        '{"worker_cls": "bench.gpu.shared_gpu.Worker", "kv_cache_memory_bytes": 17179869184,
           "gpu_memory_utilization": 0.1}'
 }
 
@@ -58,7 +64,7 @@ server() {
         >"$OUT/server.txt" 2>&1 </dev/null
 }
 
-for part in ${PARTS:-tokens one_stage server four_stages}; do
+for part in ${PARTS:-tokens one_stage rows server four_stages}; do
     case "$part" in
         tokens) python3 -m bench.gpu.same_tokens "$OUT/tokens" >"$OUT/tokens.txt" 2>&1 </dev/null ;;
         *) "$part" ;;

@@ -37,13 +37,15 @@ def summary(entry: dict[str, Any], ran: Ran, slo: Slo, pp_size: int) -> dict[str
     """The figures of one run."""
     steps = [step for step in ran.steps if step["tok"] and "step" in step]
     figures = asdict(measure(ran.records, slo))
-    full = [step for step in steps if step["run"] >= entry.get("running", 0)]
+    most = max(step["run"] for step in steps) if "running" in entry else 0
+    full = [step for step in steps if step["run"] >= 0.98 * most]
     own, vllm = ([step[name] for step in full] for name in ("own_us", "sch_us"))
     return {
         **entry,
         "measures": _known(figures),
         "wall_s": round(ran.wall_s, 3),
         "steps": len(steps),
+        "running_most": int(most),
         "running_median": float(np.median([step["run"] for step in steps])),
         "decode_spread": decode_spread(ran.steps, pp_size),
         "own_us": {"p50": float(np.median(own)), "p99": float(np.quantile(own, 0.99))},
@@ -71,24 +73,29 @@ def plan_entries(path: Path) -> Iterator[dict[str, Any]]:
 def run(live: LiveEngine, entry: dict[str, Any], trace: Path) -> tuple[Ran, list[Any]]:
     """Serve one entry of a plan; with `events: true` also the rows of every stage.
 
-    `prompts` are served alone, one after another, with an output of `output` tokens; of `running`
-    requests that many run at a time, `each` times as many in all; otherwise the Azure conversation
-    lengths at `rate` for `duration_s`, `swapped` or not.
+    `prompts` are served with an output of `output` tokens, alone one after another, `pause_s`
+    before each, or `queued` all at once; of `running` requests that many run at a time, `each`
+    times as many in all; otherwise the Azure conversation lengths at `rate` for `duration_s`,
+    `swapped` or not.
     """
     live.use(entry)
     if entry.get("events"):
         live.on_workers(install)
     if "prompts" in entry:
         lengths = [n for n in entry["prompts"] for _ in range(entry.get("each", 1))]
-        ran = serve_alone(live, at_once(lengths, entry.get("output", 1)), LIMIT_S)
+        sent = at_once(lengths, entry.get("output", 1))
+        if entry.get("queued"):
+            ran = serve(live, sent, LIMIT_S)
+        else:
+            ran = serve_alone(live, sent, LIMIT_S, entry.get("pause_s", 0.0))
     elif "running" in entry:
         lengths = [entry["prompt"]] * (entry["running"] * entry["each"])
         ran = serve(live, at_once(lengths, entry["output"]), LIMIT_S)
     else:
         count, most = int(entry["rate"] * entry["duration_s"]), entry.get("max_output", 2000)
         swapped = entry.get("swapped", False)
-        sent = real_run_spec(trace, entry["rate"], count, swapped, most)
-        ran = serve(live, build(sent), LIMIT_S)
+        spec = real_run_spec(trace, entry["rate"], count, swapped, most)
+        ran = serve(live, build(spec), LIMIT_S)
     return ran, live.on_workers(collect) if entry.get("events") else []
 
 
