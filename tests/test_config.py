@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ppbalance.__main__ import knobs, main, markdown_table
+from vllm_ppbalance.__main__ import main, markdown_table
 from vllm_ppbalance.config import Settings
-from vllm_ppbalance.sources import SettingsError, load_settings
+from vllm_ppbalance.sources import SettingsError, all_knobs, load_settings
 
 README = Path(__file__).parent.parent / "README.md"
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -76,6 +76,28 @@ def test_other_plugins_settings_are_not_ours():
         ({}, {"PPBALANCE_PREDICTOR__ERROR_CLIP": "1.5"}, ["predictor.error_clip", "1.5", "1"]),
         ({}, {"PPBALANCE_CONFIG": "/nowhere/x.yaml"}, ["PPBALANCE_CONFIG", "/nowhere/x.yaml"]),
         ({}, {"PPBALANCE_CHUNK": "3", "PPBALANCE_CHUNK__STRATEGY": "fixed"}, ["chunk"]),
+        (
+            {},
+            {"PPBALANCE_REBALANCE__BASE_UNIT": "0"},
+            ["rebalance.base_unit = 0 (from PPBALANCE_REBALANCE__BASE_UNIT): ", "'auto'", "to 1"],
+        ),
+        (
+            {},
+            {"PPBALANCE_CHUNK__GREEDY_MIN_CHUNK": "4096"},
+            ["greedy_max_chunk = 2048", "from PPBALANCE_CHUNK__GREEDY_MIN_CHUNK"],
+        ),
+        (
+            {},
+            {"PPBALANCE_CHUNK__CHUNK_CANDIDATES": "[512, 256]"},
+            ["chunk_candidates = (512, 256)", "from PPBALANCE_CHUNK__CHUNK_CANDIDATES"],
+        ),
+        ({}, {"PPBALANCE_CHUNK__CHUNK_CANDIDATES": "128,256"}, ["a list such as [128, 256]"]),
+        ({}, {"PPBALANCE_METRICS": "off"}, ["metrics = 'off'", "true or false"]),
+        ({}, {"PPBALANCE_CHUNK": "greedy"}, ["chunk = 'greedy'", "object", "strategy"]),
+        ({"rebalance": {"strategy": False}}, {}, ["rebalance.strategy = False", 'write "off"']),
+        ({}, {"PPBALANCE_CHUNK_STRATEGY": "fixed"}, ["did you mean", "PPBALANCE_CHUNK__STRATEGY"]),
+        ({}, {"PPBALANCE": "maybe"}, ["PPBALANCE = 'maybe' must be 1 or 0"]),
+        ({}, {"PPBALANCE_STRICT": "2"}, ["PPBALANCE_STRICT = '2' must be 1 or 0"]),
     ],
 )
 def test_a_wrong_setting_is_named_with_its_value_and_bound(additional, environ, words):
@@ -83,14 +105,17 @@ def test_a_wrong_setting_is_named_with_its_value_and_bound(additional, environ, 
         load_settings({"ppbalance": additional}, environ)
     for word in words:
         assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "constrained" not in str(caught.value)  # pydantic's own names
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "a: [", "\t", "x"])
 def test_a_file_that_is_no_mapping_is_refused_by_name(tmp_path, text):
     file = tmp_path / "bad.yaml"
     file.write_text(text)
-    with pytest.raises(SettingsError, match=re.escape(str(file))):
+    with pytest.raises(SettingsError, match=re.escape(str(file))) as caught:
         load_settings(None, {"PPBALANCE_CONFIG": str(file)})
+    assert "\n" not in str(caught.value)
 
 
 JSON = st.recursive(
@@ -111,7 +136,7 @@ def test_any_json_either_loads_or_is_a_settings_error(tree):
 
 
 def test_every_knob_says_what_it_means_and_its_unit():
-    for name, field in knobs():
+    for name, field in all_knobs():
         assert field.description, name
         assert "unit" in field.json_schema_extra, name
 
@@ -130,10 +155,38 @@ def test_config_prints_values_with_their_sources(capsys, monkeypatch):
     monkeypatch.setenv("PPBALANCE_SLO_TTFT", "3.5")
     assert main(["config"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(list(knobs()))
+    assert len(lines) == len(list(all_knobs()))
     assert lines[0].split() == ["slo_ttft", "3.5", "PPBALANCE_SLO_TTFT"]
 
 
 def test_config_says_what_is_wrong_and_fails(capsys):
     assert main(["config", "--additional-config", '{"ppbalance": {"slo_ttft": 0}}']) == 1
     assert "slo_ttft = 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("[1]", "--additional-config = '[1]' must be an object"),
+        ("{", "--additional-config = '{' is no JSON"),
+    ],
+)
+def test_config_names_the_option_that_is_wrong(given, words, capsys):
+    assert main(["config", "--additional-config", given]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_settings_beside_our_entry_are_not_lost_in_silence(capsys):
+    assert main(["config", "--additional-config", '{"chunk": {"strategy": "fixed"}}']) == 0
+    assert "no entry ppbalance" in capsys.readouterr().err
+
+
+def test_what_another_strategy_would_read_is_told(capsys, monkeypatch):
+    monkeypatch.setenv("PPBALANCE_CHUNK__FIXED_TOKENS", "512")
+    monkeypatch.setenv("PPBALANCE_CHUNK__FALLBACK_TOKENS", "512")
+    monkeypatch.setenv("PPBALANCE_ADMISSION__STRATEGY", "fcfs")
+    monkeypatch.setenv("PPBALANCE_PROFILING__MODE", "off")
+    assert main(["config"]) == 0
+    [line] = capsys.readouterr().err.splitlines()
+    for word in ("chunk.fixed_tokens", "PPBALANCE_CHUNK__FIXED_TOKENS", "strategy = balanced"):
+        assert word in line

@@ -4,26 +4,19 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
 from typing import Any
-
-from pydantic import BaseModel
 
 from vllm_ppbalance import __version__
 from vllm_ppbalance.config import Settings
 from vllm_ppbalance.cost_model import CostModel
-from vllm_ppbalance.sources import LoadedSettings, SettingsError, load_settings
+from vllm_ppbalance.sources import (
+    ADDITIONAL_CONFIG,
+    LoadedSettings,
+    SettingsError,
+    all_knobs,
+    load_settings,
+)
 from vllm_ppbalance.top import top
-
-
-def knobs(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every knob as (dotted name, pydantic field), sections expanded."""
-    for name, field in model.model_fields.items():
-        annotation = field.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            yield from knobs(annotation, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", field
 
 
 def value_of(settings: Settings, knob: str) -> Any:
@@ -36,11 +29,13 @@ def value_of(settings: Settings, knob: str) -> Any:
 
 def print_config(loaded: LoadedSettings) -> None:
     """Print every knob, its effective value, and where the value came from."""
-    names = [name for name, _ in knobs()]
+    names = [name for name, _ in all_knobs()]
     width = max(map(len, names))
     for name in names:
         text = json.dumps(value_of(loaded.settings, name))
         print(f"{name:<{width}}  {text:<14}  {loaded.source_of(name)}")
+    for unused in loaded.without_effect():
+        print(f"ppbalance: no effect: {unused}", file=sys.stderr)
 
 
 def markdown_table() -> str:
@@ -48,7 +43,7 @@ def markdown_table() -> str:
     rows = ["| setting | default | unit | bounds | meaning |", "|---|---|---|---|---|"]
     defaults = Settings()
     schema = Settings.model_json_schema()
-    for name, field in knobs():
+    for name, field in all_knobs():
         extra = field.json_schema_extra or {}
         meaning = field.description or ""
         if extra.get("published"):
@@ -80,6 +75,8 @@ def _bounds(node: dict[str, Any]) -> str:
     low, high = node.get("minimum"), node.get("maximum")
     if node.get("exclusiveMinimum") is not None:
         parts.append(f"over {node['exclusiveMinimum']:g}, to {high:g}")
+    elif node.get("exclusiveMaximum") is not None:
+        parts.append(f"{low} to under {node['exclusiveMaximum']}")
     elif low is not None:
         parts.append(f"{low} to {high}")
     return " or ".join(part for part in parts if part)
@@ -156,11 +153,24 @@ def main(argv: list[str] | None = None) -> int:
         print(markdown_table())
         return 0
     try:
-        print_config(load_settings(json.loads(arguments.additional_config), os.environ))
-    except (SettingsError, json.JSONDecodeError) as error:
+        print_config(load_settings(_additional(arguments.additional_config), os.environ))
+    except SettingsError as error:
         print(f"ppbalance: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _additional(text: str) -> dict[str, Any]:
+    """The object given to vLLM; says so where nothing in it is for us."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise SettingsError(f"{ADDITIONAL_CONFIG} = {text!r} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise SettingsError(f"{ADDITIONAL_CONFIG} = {text!r} must be an object")
+    if found and "ppbalance" not in found:
+        print(f"ppbalance: {ADDITIONAL_CONFIG} has no entry ppbalance: not read", file=sys.stderr)
+    return found
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_ppbalance import metrics_seam
@@ -15,6 +15,7 @@ from vllm_ppbalance.sources import (
     LoadedSettings,
     SettingsError,
     carry_to_ray_actors,
+    flag,
     load_settings,
 )
 
@@ -82,17 +83,12 @@ def _prepare(config: Any) -> None:
 
 def strict() -> bool:
     """Whether PPBALANCE_STRICT=1 makes an unusable vLLM an error."""
-    return os.environ.get("PPBALANCE_STRICT", "0") == "1"
+    return flag("PPBALANCE_STRICT", os.environ)
 
 
-def enabled(environ: Any) -> bool:
+def enabled(environ: Mapping[str, str]) -> bool:
     """Whether PPBALANCE asks for our scheduler. Raises SettingsError for an unclear value."""
-    value = environ.get("PPBALANCE", "0").strip().lower()
-    if value in ("1", "true", "on", "yes"):
-        return True
-    if value in ("", "0", "false", "off", "no"):
-        return False
-    raise SettingsError(f"PPBALANCE = {value!r} must be 1 or 0")
+    return flag("PPBALANCE", environ)
 
 
 def _is_server(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -179,3 +175,5 @@ def _log_start(own: Any, loaded: LoadedSettings) -> None:
         ", ".join(loaded.named_sources()),
         own.profile,
     )
+    for unused in loaded.without_effect():
+        logger.warning("ppbalance: no effect: %s.", unused)

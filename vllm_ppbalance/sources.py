@@ -4,12 +4,14 @@ The first source that names a knob wins, knob by knob.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from vllm_ppbalance.config import Settings
 
@@ -23,6 +25,13 @@ SCRIPT_VARIABLES = frozenset({"PPBALANCE_DATA"})
 
 # What vLLM copies to the Ray actors it starts: variables whose names begin so, commas between.
 RAY_COPIED_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+
+# pydantic's words for a type, and what a user is to write.
+_IN_OUR_WORDS = {
+    "a valid boolean": "true or false",
+    "a valid tuple": "a list such as [128, 256]",
+}
+_OWNERS = re.compile(r"((?:`\w+`, )*`\w+`): ")  # "`alp`, `spread`: ..." of a knob's meaning
 
 Path_ = tuple[str, ...]
 
@@ -42,9 +51,42 @@ class LoadedSettings:
         """The source of a dotted knob name."""
         return self.sources.get(knob, DEFAULT)
 
+    def without_effect(self) -> list[str]:
+        """Knobs that were set but belong to a strategy that is not in use, each in a few words."""
+        found = []
+        for knob, source in self.sources.items():
+            section, _, name = knob.partition(".")
+            own: Any = getattr(self.settings, section)
+            owners = name and _OWNERS.match(type(own).model_fields[name].description or "")
+            if not owners or name == "strategy" or not hasattr(own, "strategy"):
+                continue
+            if f"`{own.strategy}`" not in owners[1].split(", "):
+                found.append(f"{knob} (from {source}) with {section}.strategy = {own.strategy}")
+        return found
+
     def named_sources(self) -> list[str]:
         """The sources in use, each once, strongest first."""
         return list(dict.fromkeys(self.sources.values())) or ["defaults"]
+
+
+def flag(name: str, environ: Mapping[str, str]) -> bool:
+    """Whether a control variable is on. Raises SettingsError for an unclear value."""
+    value = environ.get(name, "0").strip().lower()
+    if value in ("1", "true", "on", "yes"):
+        return True
+    if value in ("", "0", "false", "off", "no"):
+        return False
+    raise SettingsError(f"{name} = {value!r} must be 1 or 0")
+
+
+def all_knobs(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every knob as (dotted name, pydantic field), sections expanded."""
+    for name, field in model.model_fields.items():
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from all_knobs(annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
 
 
 def carry_to_ray_actors(environ: MutableMapping[str, str]) -> None:
@@ -64,8 +106,10 @@ def load_settings(
     """Merge all sources into one validated `Settings`.
 
     `additional_config` is vLLM's own dict; only its `ppbalance` entry is read. Raises
-    SettingsError.
+    SettingsError, for an unclear PPBALANCE or PPBALANCE_STRICT too.
     """
+    for name in ("PPBALANCE", "PPBALANCE_STRICT"):
+        flag(name, environ)
     merged: dict[Path_, tuple[Any, str]] = {}
     for source, tree in _trees(additional_config, environ):
         for path, value in _leaves(tree):
@@ -121,7 +165,8 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SettingsError(f"PPBALANCE_CONFIG = {path} cannot be read: {error}") from None
+        reason = " ".join(str(error).split())  # a YAML error has several lines
+        raise SettingsError(f"PPBALANCE_CONFIG = {path} cannot be read: {reason}") from None
     if tree is None:
         return {}
     if not isinstance(tree, Mapping):
@@ -154,21 +199,52 @@ def _place(tree: dict[str, Any], path: Path_, value: Any, source: str) -> None:
 
 
 def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
-    lines = []
+    """All that is wrong, in one line; what several types of one knob say is said once."""
+    told: dict[str, tuple[str, list[str]]] = {}
     for detail in error.errors():
-        name = ".".join(str(part) for part in detail["loc"])
-        known = name in sources
-        source = f" (from {sources[name]})" if known else ""
-        value = f" = {detail['input']!r}" if known else ""
-        if detail["type"] == "extra_forbidden":
-            lines.append(f"{name}{value}{source}: no such setting; {_near(detail['loc'])}")
-        else:
-            lines.append(f"{name}{value}{source}: {detail['msg'].removeprefix('Value error, ')}")
-    return "; ".join(lines)
+        name = _knob_of(detail["loc"], sources)
+        reason = _reason(detail, sources)
+        head = name
+        if name in sources:
+            head = f"{name} = {detail['input']!r} (from {sources[name]})"
+        told.setdefault(name, (head, []))[1].append(reason)
+    return "; ".join(f"{head}: {', or: '.join(reasons)}" for head, reasons in told.values())
+
+
+def _knob_of(location: tuple[int | str, ...], sources: Mapping[str, str]) -> str:
+    """The knob an error is about: pydantic adds the member of a union, or the place in a list."""
+    parts = [str(part) for part in location]
+    for length in range(len(parts), 0, -1):
+        if (name := ".".join(parts[:length])) in sources:
+            return name
+    return ".".join(parts)
+
+
+def _reason(detail: Any, sources: Mapping[str, str]) -> str:
+    if detail["type"] == "extra_forbidden":
+        return f"no such setting; {_near(detail['loc'])}"
+    reason: str = detail["msg"].removeprefix("Value error, ")
+    for theirs, ours in _IN_OUR_WORDS.items():
+        reason = reason.replace(theirs, ours)
+    if detail["type"] == "literal_error" and isinstance(detail["input"], bool):
+        reason += ' (YAML and JSON read a bare off or true as a truth value: write "off")'
+    if detail["type"] in ("model_type", "dict_type"):
+        reason = f"an object of settings is wanted; {_near((*detail['loc'], ''))}"
+    if detail["type"] == "value_error":  # about several knobs of a section
+        section = ".".join(map(str, detail["loc"]))
+        named = [k for k in sources if k.startswith(f"{section}.") and k.split(".")[-1] in reason]
+        reason += "".join(f" ({knob} from {sources[knob]})" for knob in named)
+    return reason
 
 
 def _near(location: tuple[int | str, ...]) -> str:
     model: Any = Settings
     for part in location[:-1]:
         model = model.model_fields[str(part)].annotation
-    return "known here: " + ", ".join(model.model_fields)
+    name = ".".join(map(str, location))
+    close = get_close_matches(name, [knob for knob, _ in all_knobs()], 1, 0.85)
+    hint = ""
+    if close:
+        variable = ENV_PREFIX + close[0].upper().replace(".", "__")
+        hint = f"did you mean {close[0]} ({variable})? "
+    return f"{hint}known here: {', '.join(model.model_fields)}"

@@ -1,5 +1,7 @@
 """Chunk policies, one a file: how many tokens the next micro-batch may hold."""
 
+from typing import assert_never
+
 from vllm_ppbalance.chunk.alp import AlpChunk
 from vllm_ppbalance.chunk.balanced import BalancedChunk
 from vllm_ppbalance.chunk.equal_latency import EqualLatencyChunk
@@ -36,3 +38,5 @@ def make_chunk_policy(
             return BalancedChunk(settings, cost_model, rates)
         case "spread":
             return SpreadChunk(settings, cost_model)
+        case unknown:
+            assert_never(unknown)

@@ -1,5 +1,7 @@
 """Rebalance policies, one a file: which ready decodes sit out the next micro-batch."""
 
+from typing import assert_never
+
 from vllm_ppbalance.config import Settings
 from vllm_ppbalance.cost_model import CostModel
 from vllm_ppbalance.rebalance.auto import Auto
@@ -25,3 +27,5 @@ def make_rebalance_policy(
             return Tiered(settings, cost_model)
         case "auto":
             return Auto(settings, cost_model)
+        case unknown:
+            assert_never(unknown)
