@@ -133,6 +133,21 @@ def test_without_free_seats_the_stage_time_does_not_grow():
     assert balanced().budget(free) < balanced().budget(pipeline(waiting, (8, 8, 8, 8)))
 
 
+@pytest.mark.parametrize(("rounds", "least", "most"), [(5, 0.8, 1.0), (200, 0.0, 0.5)])
+def test_seats_go_by_the_stage_times_of_a_requests_life(rounds, least, most):
+    """Nearly all seats are taken: a short lull binds the budget little, a long one does."""
+    policy, waiting = balanced(), prompts(20, 1000, waited_s=3.0)
+    for step in range(100, 100 + 4 * 200, 4):
+        recent = [batch(step - 1, 1000)]
+        before = policy.budget(pipeline(waiting, step=step, num_running=480, recent=recent))
+    for step in range(1000, 1000 + 4 * rounds, 4):
+        policy.budget(pipeline(step=step, num_running=480, recent=[batch(step - 1, 16)]))
+    recent = [batch(1999, 16)]
+    after = policy.budget(pipeline(waiting, step=2000, num_running=480, recent=recent))
+    assert before >= 1000
+    assert least * before <= after <= most * before
+
+
 def test_a_prompt_alone_is_cut_for_fill_and_drain():
     length, a, b, behind = 8192, FIXED_S, TOKEN_S, 3
     best = (length * a / (b * behind)) ** 0.5

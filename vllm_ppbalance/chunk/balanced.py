@@ -10,7 +10,8 @@ from vllm_ppbalance.cost_model import CostModel
 from vllm_ppbalance.prefill_rates import SIZES, PrefillRates, Rate
 from vllm_ppbalance.state import PipelineState, Waiting
 
-SETTLING = 0.2  # weight of the newest round in the mean stage time
+LIVED = 0.03  # weight of the newest round in the mean stage time over a request's life
+RECENT = 0.2  # the same over the last rounds
 NEAR = 0.005  # s; least time to a deadline that a rate is computed from
 PERIOD = 4  # steps; a decision holds for a round, and for this long at least
 LITTLE_KV = 2.0  # times `kv_free_threshold`; with less the KV cache counts as seats do
@@ -45,7 +46,8 @@ class BalancedChunk:
         self._rates = rates
         self._least = settings.chunk.balanced_min_chunk
         self._round: _Round | None = None
-        self._mean_s: float | None = None  # stage time, over the last rounds
+        self._lived_s: float | None = None  # mean stage time, over as long as requests live
+        self._recent_s: float | None = None  # and over the last rounds
         self._alone: tuple[str, int] = ("", 0)  # the prompt that is alone, and its chunk
         self.reason = ""
         self.target_s: float | None = None  # stage time of the last budget, if filled
@@ -84,7 +86,8 @@ class BalancedChunk:
         """What stays as it is for a round; None without a model to trust."""
         source, fallback = self._rates, why_fallback(self._model)
         if source is None or fallback:
-            self.reason, self._mean_s, self.target_s = fallback, None, None
+            self.reason, self.target_s = fallback, None
+            self._lived_s = self._recent_s = None
             return None
         knobs = self._settings.chunk
         now = _Round(max(state.pp_size, PERIOD), knobs.balanced_rounds * state.pp_size, tokens)
@@ -116,13 +119,12 @@ class BalancedChunk:
         seconds = model.predict(
             last.num_tokens, last.prefills, last.num_decodes, last.decode_context
         )
-        if self._mean_s is not None:
-            seconds = self._mean_s + SETTLING * (seconds - self._mean_s)
-        self._mean_s = seconds
-        taken = state.num_running / state.max_num_seqs
+        self._lived_s = _mean(self._lived_s, seconds, LIVED)
+        self._recent_s = _mean(self._recent_s, seconds, RECENT)
+        # Those who run now came in over a life of requests: at the stage times of that time.
+        longest_s = self._lived_s * state.max_num_seqs / max(state.num_running, 1)
         if state.kv_free < LITTLE_KV * self._settings.chunk.kv_free_threshold:
-            taken = max(taken, 1.0 - state.kv_free)
-        longest_s = seconds / max(taken, 1e-3)
+            longest_s = min(longest_s, self._recent_s / max(1.0 - state.kv_free, 1e-3))
         if rates[-1].seconds <= longest_s:
             return rates
         return [r for r in rates if r.seconds <= longest_s] or rates[:1]
@@ -191,6 +193,10 @@ class _Round:
         self.seats_short = False
         self.admissible = 0  # of prompts admitted, or with a free seat
         self.alone = 0  # the chunk of a prompt alone, 0 where none is
+
+
+def _mean(before: float | None, newest: float, weight: float) -> float:
+    return newest if before is None else before + weight * (newest - before)
 
 
 def fill_and_drain(model: CostModel, prompt: Waiting, state: PipelineState) -> int:
