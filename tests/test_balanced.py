@@ -144,7 +144,7 @@ def test_seats_go_by_the_stage_times_of_a_requests_life(rounds, least, most):
         policy.budget(pipeline(step=step, num_running=480, recent=[batch(step - 1, 16)]))
     recent = [batch(1999, 16)]
     after = policy.budget(pipeline(waiting, step=2000, num_running=480, recent=recent))
-    assert before >= 1000
+    assert before >= 900
     assert least * before <= after <= most * before
 
 
