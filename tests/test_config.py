@@ -190,3 +190,9 @@ def test_what_another_strategy_would_read_is_told(capsys, monkeypatch):
     [line] = capsys.readouterr().err.splitlines()
     for word in ("chunk.fixed_tokens", "PPBALANCE_CHUNK__FIXED_TOKENS", "strategy = balanced"):
         assert word in line
+
+
+def test_a_profile_of_no_model_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["profile", "-pp", "4"])
+    assert "--model NAME" in capsys.readouterr().err

@@ -142,6 +142,8 @@ def main(argv: list[str] | None = None) -> int:
     live.add_argument("--once", action="store_true", help="print once and end")
     arguments, engine = parser.parse_known_args(argv)
     if arguments.command == "profile":
+        if not any(word.split("=")[0] in ("--model", "--config") for word in engine):
+            parser.error("profile wants the model as the server gets it: --model NAME")
         return print_profile(engine, arguments.limit)
     if engine:
         parser.error(f"unknown arguments: {' '.join(engine)}")

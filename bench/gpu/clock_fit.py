@@ -10,7 +10,7 @@ The logs know tokens and requests of a micro-batch, not its contexts: each decod
 tokens here. Only the first stage is read; the last one's forward pass lacks the LM head.
 """
 
-import sys
+import argparse
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise, product
@@ -115,24 +115,28 @@ def best_clock(loads: Sequence[Sequence[Row]], colds: Sequence[Sequence[float]])
     return min(map(Clock._make, product(TAUS_S, HEAVIES, LIGHTS)), key=loss)
 
 
-def main(argv: Sequence[str]) -> int:
+def main() -> int:
     """Print what was found, and two Markdown tables a load."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("alone", type=Path)
+    parser.add_argument("loads", type=Path, nargs="+")
+    files = parser.parse_args()
     compiled, overhead = profile_of(PROFILE).compiled, CALIBRATED[PROFILE]
 
     def stage(shape: BatchShape) -> float:
         return compiled(shape, LAYERS, True, False)
 
-    sizes, factors = cold_factors(Path(argv[0]), stage)
+    sizes, factors = cold_factors(files.alone, stage)
     pairs = zip(sizes, factors, strict=True)
     print("cold over profile:", ", ".join(f"{n:.0f}: {f:.3f}" for n, f in pairs))
-    loads = [read_rows(Path(name), stage) for name in argv[1:]]
+    loads = [read_rows(path, stage) for path in files.loads]
     colds = [
         [r.profile_s * float(np.interp(r.shape.num_tokens, sizes, factors)) for r in rows]
         for rows in loads
     ]
     clock = best_clock(loads, colds)
     print(f"best: {clock}")
-    for name, rows, cold in zip(argv[1:], loads, colds, strict=True):
+    for name, rows, cold in zip(files.loads, loads, colds, strict=True):
         now = overhead.wrap(stage, LAYERS)
         models = {
             "profile": [row.profile_s for row in rows],
@@ -155,4 +159,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())

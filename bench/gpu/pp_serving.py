@@ -30,14 +30,15 @@ from bench.workloads import BenchRequest, build, real_run_spec
 
 SLO = Slo(2.0, 0.2)
 LIMIT_S = 240.0  # for one run
-ENVIRONMENT = ("NCCL_", "VLLM_", "TORCH_SYMM")
+ENVIRONMENT = ("NCCL_", "NEW_NCCL", "VLLM_", "TORCH_SYMM", "CUDA_MPS_ACTIVE", "CUDA_DEVICE")
 
 
 def summary(entry: dict[str, Any], ran: Ran, slo: Slo, pp_size: int) -> dict[str, Any]:
-    """The figures of one run."""
+    """The figures of one run; `arriving_tokens` a micro-batch, mean while requests arrive."""
     steps = [step for step in ran.steps if step["tok"] and "step" in step]
     figures = asdict(measure(ran.records, slo))
     most = max(step["run"] for step in steps) if "running" in entry else 0
+    until_s = steps[0]["t"] + entry.get("duration_s", LIMIT_S)
     full = [step for step in steps if step["run"] >= 0.98 * most]
     own, vllm = ([step[name] for step in full] for name in ("own_us", "sch_us"))
     return {
@@ -45,6 +46,7 @@ def summary(entry: dict[str, Any], ran: Ran, slo: Slo, pp_size: int) -> dict[str
         "measures": _known(figures),
         "wall_s": round(ran.wall_s, 3),
         "steps": len(steps),
+        "arriving_tokens": float(np.mean([s["tok"] for s in steps if s["t"] <= until_s])),
         "running_most": int(most),
         "running_median": float(np.median([step["run"] for step in steps])),
         "decode_spread": decode_spread(ran.steps, pp_size),
@@ -173,6 +175,7 @@ def versions() -> dict[str, str]:
         "gpus": ", ".join(names),
         "vllm": vllm.__version__,
         "torch": torch.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # the one that is loaded
         "python": platform.python_version(),
         "ppbalance": vllm_ppbalance.__version__,
     }

@@ -1,7 +1,7 @@
 """`python -m bench.gpu.report RESULTS.json...`: the runs of `pp_serving` as Markdown tables."""
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,4 +60,6 @@ def table(paths: list[Path]) -> str:
 
 
 if __name__ == "__main__":
-    print(table([Path(path) for path in sys.argv[1:]]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path, nargs="+")
+    print(table(parser.parse_args().results))

@@ -5,10 +5,10 @@ each size alone after a pause, and many of that size in a row, of which the firs
 out. Beside them what the latency profile says of a stage of as many layers.
 """
 
+import argparse
 import json
-import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
@@ -54,11 +54,7 @@ def table(cold: Times, hot: Times) -> Iterator[str]:
         )
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print the table."""
-    print("\n".join(table(*rows_of(Path(argv[0])))))
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    print("\n".join(table(*rows_of(parser.parse_args().folder))))

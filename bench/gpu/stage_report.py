@@ -4,10 +4,10 @@ ALONE and LOAD are `stages-N.json` of `pp_serving` (entries with `events: true`)
 `nvidia-smi --query-gpu=timestamp,index,clocks.sm,power.draw,temperature.gpu`; all may be gzipped.
 """
 
+import argparse
 import csv
 import gzip
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -55,9 +55,13 @@ def clock_lines(path: Path) -> Iterator[str]:
         yield f"| {low} to {low + 200} | {len(values)} | {median(values):.0f} |"
 
 
-def main(argv: Sequence[str]) -> int:
+def main() -> int:
     """Print three Markdown tables."""
-    alone, load, clocks = (Path(name) for name in argv)
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("alone", "load", "clocks"):
+        parser.add_argument(name, type=Path)
+    files = parser.parse_args()
+    alone, load, clocks = files.alone, files.load, files.clocks
     print("| stage | tokens, alone in the pipeline | times | forward, ms |\n|---|---|---|---|")
     for stage, rows in enumerate(stages_of(alone)):
         for tokens in dict.fromkeys(row[0] for row in rows):
@@ -75,4 +79,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())
