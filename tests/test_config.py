@@ -196,3 +196,17 @@ def test_a_profile_of_no_model_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["profile", "-pp", "4"])
     assert "--model NAME" in capsys.readouterr().err
+
+
+def test_what_kubernetes_says_of_a_service_of_our_name_is_no_setting():
+    service = {
+        "PPBALANCE_PORT": "tcp://10.96.12.3:8000",
+        "PPBALANCE_PORT_8000_TCP": "tcp://10.96.12.3:8000",
+        "PPBALANCE_PORT_8000_TCP_ADDR": "10.96.12.3",
+        "PPBALANCE_SERVICE_HOST": "10.96.12.3",
+        "PPBALANCE_SERVICE_PORT": "8000",
+        "PPBALANCE_SERVICE_PORT_HTTP": "8000",
+    }
+    assert load_settings(None, service).settings == Settings()
+    with pytest.raises(SettingsError, match=r"port = 9400 .*no such setting"):
+        load_settings(None, {"PPBALANCE_PORT": "9400"})

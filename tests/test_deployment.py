@@ -1,11 +1,12 @@
 """A first guess of stage times from a model's configuration: no vLLM."""
 
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
 from vllm_ppbalance.config import PredictorSettings
-from vllm_ppbalance.deployment import guessed_model
+from vllm_ppbalance.deployment import deployment_of, guessed_model
 
 
 def guess(**shape):
@@ -28,3 +29,21 @@ def test_of_sizes_that_differ_by_layer_or_expert_the_largest_counts():
 @pytest.mark.parametrize("name", ["intermediate_size", "num_key_value_heads", "head_dim"])
 def test_what_is_unset_is_guessed_from_the_rest(name):
     assert guess(**{name: None}) == guess() > 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("data_parallel_size", 2),
+        ("enable_expert_parallel", True),
+        ("decode_context_parallel_size", 2),
+    ],
+)
+def test_a_profile_belongs_to_how_the_layers_are_shared_out(name, value):
+    def of(**parallel):
+        known = {"pipeline_parallel_size": 4, "tensor_parallel_size": 1, "data_parallel_size": 1}
+        config = MagicMock(parallel_config=SimpleNamespace(**(known | parallel)))
+        found = deployment_of(config, "gpu", "0.32.0", "even")
+        return {key: found[key] for key in found if "parallel" in key}
+
+    assert of() != of(**{name: value})

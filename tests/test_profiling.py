@@ -6,8 +6,11 @@ pytest.importorskip("vllm")
 
 from vllm.v1.core.sched.interface import PauseState
 
+from bench.clock import VirtualClock
+from bench.engine import Engine
 from bench.engine_types import RequestSpec
-from bench.vllm_harness import build_scheduler
+from bench.pipeline import Pipeline
+from bench.vllm_harness import VllmAdapter, build_scheduler
 from tests.worlds import ASYNC, SYNC, batch_of, serve
 from vllm_ppbalance import Scheduler
 from vllm_ppbalance.__main__ import main
@@ -219,3 +222,20 @@ def test_the_offline_profile_tells_a_wrong_setting_before_an_engine_starts(
     own = '{"ppbalance": {"slo_ttft": -1}}'
     assert main(["profile", "--model", str(tmp_path), "--additional-config", own]) == 1
     assert "slo_ttft" in capsys.readouterr().err
+
+
+@each_mode
+def test_a_reset_of_the_prefix_cache_ends_the_measuring(tmp_path, mode):
+    """Blocks of ours would make it fail on an engine that has no request."""
+    own = config(tmp_path)
+    engine = Engine(
+        build_scheduler(Scheduler, pp_size=2, additional_config=own, prefix_caching=True, **mode),
+        Pipeline([stage_s] * 2),
+        VllmAdapter(),
+        clock=VirtualClock(),
+    )
+    engine.run([], until_s=0.1)
+    assert any(own_request(name) for name in engine.scheduler.requests)
+    assert engine.scheduler.reset_prefix_cache()
+    assert not engine.scheduler.requests
+    assert not engine.scheduler.ppbalance_failed

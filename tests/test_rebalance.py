@@ -19,7 +19,7 @@ from vllm_ppbalance.profile_fit import Measured, fit_cost_model
 from vllm_ppbalance.rebalance import Auto, EvenShare, Off, Tiered, make_rebalance_policy
 from vllm_ppbalance.rebalance.choose import slack_s
 from vllm_ppbalance.rebalance.loads import cohort_loads, next_context
-from vllm_ppbalance.rebalance.plan import KEPT_ROUNDS, make_plan, still_good
+from vllm_ppbalance.rebalance.plan import KEPT_ROUNDS, RoundPlan, find_places, make_plan, still_good
 from vllm_ppbalance.state import Decode, LatencyTotals, MicroBatch
 
 SIZES = (1, 64, 512, 1024, 8192)
@@ -454,3 +454,10 @@ def test_after_a_stall_the_pipeline_is_full_within_pp_size_steps(pp_size):
     world = World(settings, pp_size, stage, together, model=cost_model(5e-3)).run(4 * pp_size)
     first = next(i for i, size in enumerate(world.sizes) if size)
     assert world.sizes[first : first + 2 * pp_size] == [8] * 2 * pp_size
+
+
+def test_decodes_whose_time_goes_by_a_context_not_yet_seen_move_nowhere():
+    """A plan that was kept, and no decode among the last micro-batches."""
+    state = pipeline((4, 0, 0, 0), recent=[], in_flight=[])
+    plan = RoundPlan(100, 4, 1, 8e-3, 100.0, 1.0, (1, 100.0), 0, 1)
+    assert find_places(state, plan) == []

@@ -2,6 +2,7 @@
 
 import random
 from functools import cache
+from itertools import pairwise
 
 import pytest
 
@@ -298,6 +299,71 @@ def test_the_floor_respects_the_long_prefill_threshold():
         **SYNC,
     )
     assert max(sum(rows.values()) for rows in ours.rows) >= 96
+
+
+class Shrinking:
+    """Room for all at first, then for next to nothing."""
+
+    reason = ""
+
+    def budget(self, state):
+        return 1024 if state.step < 12 else 128
+
+
+def shrinking(**options):
+    scheduler = Scheduler(**options)
+    scheduler.ppbalance.chunk = Shrinking()
+    return scheduler
+
+
+@each_mode
+def test_decodes_go_on_behind_several_prompts_of_the_threshold(mode):
+    """Each half-computed prompt takes as much before the decodes behind it get anything."""
+    longs = batch_of(4, prompt=6000, max_tokens=2)
+    ran = serve(
+        [*longs, RequestSpec("d", 0.001, 8, 60)],
+        ours=shrinking,
+        pp_size=4,
+        long_prefill_token_threshold=128,
+        **mode,
+    )
+    times_s = ran.result.requests["d"].token_times_s
+    assert len(times_s) == 60
+    assert max(after - before for before, after in pairwise(times_s)) < 0.1
+
+
+@each_mode
+@pytest.mark.parametrize("drafts", [2, 5])
+def test_a_prompt_with_one_token_left_is_admitted_beside_drafting_decodes(mode, drafts):
+    """vLLM pads it by draft tokens, and admits nobody where it has no room for them."""
+    shared = [7] * 160
+    first = RequestSpec("first", 0.0, [*shared, 9], 2)
+    decodes = [RequestSpec(f"d{i}", 0.5, [*shared, 10 + i], 300) for i in range(8)]
+    late = RequestSpec("late", 1.0, [*shared, 99], 5)
+    ran = serve(
+        [first, *decodes, late],
+        pp_size=2,
+        num_draft_tokens=drafts,
+        prefix_caching=True,
+        additional_config=settings(chunk="fixed", fixed_tokens=1),
+        **mode,
+    )
+    result = ran.result.requests["late"]
+    assert result.first_token_s - result.arrival_s < 0.2
+
+
+@every_mode
+def test_those_who_resume_found_no_prefix(mode):
+    """Model Runner V2 names them among the new ones; they find blocks of their own."""
+    ran = serve(
+        batch_of(40, prompt=200, max_tokens=300),
+        pp_size=2,
+        prefix_caching=True,
+        num_gpu_blocks=300,
+        **mode,
+    )
+    assert ran.preemptions
+    assert ran.scheduler.ppbalance.backlog.cached_share < 0.02
 
 
 @every_mode

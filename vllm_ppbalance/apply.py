@@ -29,8 +29,19 @@ def release_if_empty(requests: Mapping[str, Any], cohorts: Cohorts, step: int) -
                 request.next_decode_eligible_step = step
 
 
-def reorder(queue: Any, order: Order) -> None:
-    """Move requests to the ends of vLLM's waiting queue; ids that are not in it are ignored."""
+def reorder(queue: Any, order: Order, requests: Mapping[str, Any], late: int) -> None:
+    """Move requests to the ends of vLLM's waiting queue; ids that are not in it are ignored.
+
+    `late` is how many were at its end, put off, before the order was made: where none is to go
+    there, those that come first are found by their place. A queue may hold tens of thousands.
+    """
+    if not order.last:
+        place = len(queue) - late
+        known = (requests.get(request_id) for request_id in order.first)
+        taken = [r for r in known if r is not None and _take(queue, r, place)]
+        for request in reversed(taken):
+            queue.prepend_request(request)
+        return
     moved = {*order.first, *order.last}
     found = {r.request_id: r for r in queue if r.request_id in moved}
     queue.remove_requests(found.values())
@@ -40,3 +51,15 @@ def reorder(queue: Any, order: Order) -> None:
     for request_id in reversed(order.first):
         if request_id in found:
             queue.prepend_request(found[request_id])
+
+
+def _take(queue: Any, request: Any, place: int) -> bool:
+    """Take a request out of the queue, at `place` if it is there; whether it was in it."""
+    if 0 <= place < len(queue) and queue[place] is request:
+        del queue[place]
+        return True
+    try:
+        queue.remove(request)
+    except ValueError:
+        return False
+    return True

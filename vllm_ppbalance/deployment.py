@@ -24,6 +24,10 @@ def deployment_of(vllm_config: Any, gpu: str, version: str, layer_split: str) ->
         "gpu": gpu,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
         "tensor_parallel_size": parallel.tensor_parallel_size,
+        # What shards or repeats the layers; the latter two as far as this vLLM knows them.
+        "data_parallel_size": parallel.data_parallel_size,
+        "expert_parallel": bool(getattr(parallel, "enable_expert_parallel", False)),
+        "decode_context_parallel_size": getattr(parallel, "decode_context_parallel_size", 1),
         "layer_split": layer_split,
         "vllm": version,
         "graph_mode": str(vllm_config.compilation_config.cudagraph_mode),

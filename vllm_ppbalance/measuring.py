@@ -27,6 +27,11 @@ class MeasuringMixin:
         self._guard(self._end_profile, "the engine was paused")
         return super().set_pause_state(*args, **kwargs)  # type: ignore[misc]
 
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's reset_prefix_cache(), which fails while anybody holds KV blocks."""
+        self._guard(self._end_profile, "the prefix cache was reset")
+        return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
+
     def _begin_profile(self, hash_block: int) -> None:
         self._profile_run = prepare(self, self.ppbalance, hash_block)
 

@@ -18,12 +18,16 @@ def read_state(scheduler: Any, own: Controller, step: int, stock_budget: int) ->
     cohorts, requests, chunked = own.cohorts, scheduler.requests, own.prefilling
     num_ready = len(cohorts.ready)
     decode_budget = num_ready * (1 + scheduler.num_spec_tokens)
-    floor = own.budget_floor
+    floor, limited = own.budget_floor, scheduler.scheduler_config.long_prefill_token_threshold
     if getattr(scheduler, "adaptive_long_prefill_threshold", False):
         # Since 0.32 or so a long prompt's chunk may be this long, and decodes may come after it.
-        share = stock_budget // max(len(scheduler.running) + len(own.backlog), 1)
-        floor = max(floor, share)
+        limited = stock_budget // max(len(scheduler.running) + len(own.backlog), 1)
+        floor = max(floor, limited)
+    if limited and len(chunked) > 1:
+        floor *= len(chunked)  # each takes as much before the decodes behind it get anything
     floor += decode_budget
+    seats = scheduler.max_num_running_reqs
+    active = getattr(scheduler, "max_num_active_reqs", seats)  # since 0.32 or so
     waiting_tokens = int(own.backlog.waiting_tokens * (1.0 - own.backlog.cached_share))
     if not step % cohorts.pp_size:  # no policy looks more often than once a round
         own.kv_free = 1.0 - scheduler.kv_cache_manager.usage
@@ -51,7 +55,7 @@ def read_state(scheduler: Any, own: Controller, step: int, stock_budget: int) ->
         own.kv_free,
         own.timer.totals,
         len(scheduler.running),
-        scheduler.max_num_running_reqs,
+        seats if seats < active else active,
     )
 
 
@@ -161,7 +165,8 @@ def smallest_budget(scheduler: Any) -> int:
     )
     if not config.enable_chunked_prefill or whole_items:
         return int(scheduler.max_num_scheduled_tokens)
-    floor = max(1, config.long_prefill_token_threshold)
+    # A prompt with one token left is padded by draft tokens; where it has no room nobody enters.
+    floor = max(1 + scheduler.num_spec_tokens, config.long_prefill_token_threshold)
     if scheduler.need_mamba_block_aligned_split:
         floor = max(floor, scheduler.cache_config.block_size)
     return int(floor + getattr(scheduler, "num_prefill_lookahead", 0))

@@ -43,8 +43,9 @@ def read_rows(scheduler: Any, own: Controller, output: Any) -> Rows:
         if admitted:
             own.left_queue(prompts)
         for new_request in output.scheduled_new_reqs:
-            length = requests[new_request.req_id].num_tokens
-            own.backlog.admitted(length, new_request.num_computed_tokens)
+            request = requests[new_request.req_id]
+            if not request.num_preemptions:  # one that resumes finds its own blocks
+                own.backlog.admitted(request.num_tokens, new_request.num_computed_tokens)
     prefilling = own.prefilling
     for request_id in sorted(prompts):
         request, new = requests[request_id], tokens[request_id]

@@ -164,7 +164,8 @@ class PPBalanceMixin(MeasuringMixin):
         if decision.hold:
             hold(self.requests, decision.hold, step)
         if decision.order is not NO_CHANGE:
-            reorder(self.waiting, decision.order)
+            late = own.num_late + len(decision.order.first)
+            reorder(self.waiting, decision.order, self.requests, late)
         run = self._profile_run
         self.max_num_scheduled_tokens = run.profile.budget if run else decision.budget
 

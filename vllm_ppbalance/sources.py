@@ -23,6 +23,9 @@ CONTROL_VARIABLES = frozenset({"PPBALANCE_CONFIG", "PPBALANCE_STRICT"})
 # Read by the package's own test and benchmark scripts.
 SCRIPT_VARIABLES = frozenset({"PPBALANCE_DATA"})
 
+# What Kubernetes adds to every container where a Service is named ppbalance.
+_SERVICE = re.compile(r"PPBALANCE_(SERVICE_(HOST|PORT).*|PORT_\d+_.*)")
+
 # What vLLM copies to the Ray actors it starts: variables whose names begin so, commas between.
 RAY_COPIED_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 
@@ -134,7 +137,11 @@ def _trees(
         )
     yield ADDITIONAL_CONFIG, own
     for name in sorted(environ):
-        if name.startswith(ENV_PREFIX) and name not in CONTROL_VARIABLES | SCRIPT_VARIABLES:
+        if name in CONTROL_VARIABLES | SCRIPT_VARIABLES or _SERVICE.fullmatch(name):
+            continue
+        if name == "PPBALANCE_PORT" and "://" in environ[name]:
+            continue  # Kubernetes, too
+        if name.startswith(ENV_PREFIX):
             yield name, _from_variable(name, environ[name])
     if file := environ.get("PPBALANCE_CONFIG"):
         yield file, read_yaml(Path(file))

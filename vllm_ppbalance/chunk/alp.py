@@ -73,15 +73,16 @@ class AlpChunk:
         """First candidate that is fast enough, else the largest that keeps TPOT, else the least."""
         longest_s = self._settings.chunk.alp_slo_tpot_coeff * self._settings.slo_tpot
         decodes = state.decodes_alive / state.pp_size
-        context = decodes * state.mean_context
+        context, taken = decodes * state.mean_context, decodes * state.tokens_per_decode
+        load = (int(taken), int(decodes), int(context))
         safe = 0
         for chunk in self._candidates:
-            seconds = _mean_seconds(model, state.pp_size, chunk, decodes, context, waiting)
+            seconds = _mean_seconds(model, state.pp_size, chunk, load, waiting)
             if seconds * state.pp_size > longest_s:
                 self.reason = "tpot bound" if safe else "tpot bound: none keeps it"
                 return safe or chunk
             safe = chunk
-            if (chunk - decodes) / seconds >= required:
+            if (chunk - taken) / seconds >= required:
                 self.reason = "demand"
                 return chunk
         self.reason = "largest candidate"
@@ -100,17 +101,18 @@ def _mean_seconds(
     model: CostModel,
     pp_size: int,
     chunk: int,
-    decodes: float,
-    context: float,
+    load: tuple[int, int, int],
     waiting: Sequence[Waiting],
 ) -> float:
     """Mean stage time of the next pp_size micro-batches, the queue packed into them in order.
 
-    A micro-batch the queue does not fill still counts as `chunk` tokens.
+    `load` is the decodes' tokens, their number and context. A micro-batch the queue does not fill
+    still counts as `chunk` tokens.
     """
+    taken, decodes, context = load
     total, index, done = 0.0, 0, 0
     for _ in range(pp_size):
-        room, prefills = chunk - int(decodes), []
+        room, prefills = chunk - taken, []
         while room > 0 and index < len(waiting):
             prompt = waiting[index]
             new = min(room, prompt.new_tokens - done)
@@ -120,5 +122,5 @@ def _mean_seconds(
                 done += new
             if done >= prompt.new_tokens:
                 index, done = index + 1, 0
-        total += model.predict(chunk, prefills, int(decodes), int(context))
+        total += model.predict(chunk, prefills, decodes, context)
     return total / pp_size

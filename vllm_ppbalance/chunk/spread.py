@@ -37,7 +37,7 @@ class SpreadChunk:
             self._next_step = state.step + state.pp_size
             self._cap = self._best_cap(self._model, state, decodes)
         rounds = knobs.spread_rounds * state.pp_size
-        wanted = decodes - int(-state.prefill_backlog() // rounds)
+        wanted = decodes * state.tokens_per_decode - int(-state.prefill_backlog() // rounds)
         if wanted < knobs.spread_min_chunk:
             self.reason = "smallest chunk"
         else:
@@ -46,19 +46,19 @@ class SpreadChunk:
 
     def _best_cap(self, model: CostModel, state: PipelineState, decodes: int) -> int:
         knobs = self._settings.chunk
-        context = int(decodes * state.mean_context)
+        context, taken = int(decodes * state.mean_context), decodes * state.tokens_per_decode
         least_s = knobs.spread_tpot_ratio * self._settings.slo_tpot / state.pp_size
         caps: list[tuple[int, float]] = []  # (budget, prefill tokens a second)
         for step in STEPS:
             tokens = step * knobs.spread_min_chunk
             if tokens > state.max_budget:
                 break
-            if tokens <= decodes:
+            if tokens <= taken:
                 continue
-            seconds = model.predict(tokens, ((tokens - decodes, 0),), decodes, context)
+            seconds = model.predict(tokens, ((tokens - taken, 0),), decodes, context)
             if caps and seconds > least_s:
                 break
-            caps.append((tokens, (tokens - decodes) / seconds))
+            caps.append((tokens, (tokens - taken) / seconds))
         if not caps:
             return state.max_budget
         enough = knobs.spread_throughput_ratio * max(rate for _, rate in caps)

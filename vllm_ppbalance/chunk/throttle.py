@@ -29,4 +29,5 @@ class ThrottleChunk:
             self.reason = "kv room" if most else "kv reserve"
         else:
             self.reason = "backlog" if wanted == share else "least prefill"
-        return max(state.decode_share + round(min(wanted, most)), 1)
+        decodes = state.decode_share * state.tokens_per_decode
+        return max(decodes + round(min(wanted, most)), 1)

@@ -106,6 +106,8 @@ def find_places(state: PipelineState, plan: RoundPlan) -> list[int]:
     own, per_token = 1.0 - plan.by_context, plan.by_context / max(plan.context, 1.0)
     loads = [own * decodes + per_token * read for decodes, read in cohort_loads(state)]
     one, most = loads[0] / state.num_ready, state.num_ready - 1
+    if one <= 0.0:  # by a plan from before the last decodes all their time goes by context
+        return []
     if plan.tile:  # more than these cross no further step
         over = state.num_ready + state.planned_prefill - plan.most_tokens
         most = min(most, max(over, state.num_ready - plan.share, 0))
