@@ -10,7 +10,7 @@ from vllm_ppbalance.cost_model import CostModel
 from vllm_ppbalance.prefill_rates import SIZES, PrefillRates, Rate
 from vllm_ppbalance.state import PipelineState, Waiting
 
-LIVED = 0.03  # weight of the newest round in the mean stage time over a request's life
+LIVED = 0.02  # weight of the newest round in the mean stage time over a request's life
 RECENT = 0.2  # the same over the last rounds
 NEAR = 0.005  # s; least time to a deadline that a rate is computed from
 PERIOD = 4  # steps; a decision holds for a round, and for this long at least
@@ -121,8 +121,10 @@ class BalancedChunk:
         )
         self._lived_s = _mean(self._lived_s, seconds, LIVED)
         self._recent_s = _mean(self._recent_s, seconds, RECENT)
-        # Those who run now came in over a life of requests: at the stage times of that time.
-        longest_s = self._lived_s * state.max_num_seqs / max(state.num_running, 1)
+        # Those who run now came in over a life of requests, at the stage times of that time: a
+        # lull of some rounds frees no seat. Where the load grows the last rounds tell more.
+        usual_s = max(self._lived_s, self._recent_s)
+        longest_s = usual_s * state.max_num_seqs / max(state.num_running, 1)
         if state.kv_free < LITTLE_KV * self._settings.chunk.kv_free_threshold:
             longest_s = min(longest_s, self._recent_s / max(1.0 - state.kv_free, 1e-3))
         if rates[-1].seconds <= longest_s:
