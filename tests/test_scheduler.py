@@ -24,6 +24,10 @@ pytestmark = pytest.mark.scheduler
 REBALANCE = ["off", "even_share", "threshold"]
 CHUNKS = [{"chunk": "fixed"}, {"chunk": "fixed", "fixed_tokens": 64}, {"chunk": "greedy"}]
 each_mode = pytest.mark.parametrize("mode", [SYNC, ASYNC], ids=["sync", "async-v2"])
+no_sync_drafts = pytest.mark.skipif(
+    vllm.__version__.startswith("0.23."),
+    reason="stock vLLM 0.23 schedules negative token counts with drafts and synchronous PP",
+)
 every_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
 
@@ -256,10 +260,7 @@ def test_prefix_cache_hits(mode):
         assert computed < 2 * len(shared)
 
 
-@pytest.mark.skipif(
-    vllm.__version__.startswith("0.23."),
-    reason="stock vLLM 0.23 schedules negative token counts with drafts and synchronous PP",
-)
+@no_sync_drafts
 def test_ngram_speculation_sync():
     requests = batch_of(12, max_tokens=60)
     options = {"pp_size": 4, "num_draft_tokens": 3, **SYNC}
@@ -332,7 +333,11 @@ def test_decodes_go_on_behind_several_prompts_of_the_threshold(mode):
     assert max(after - before for before, after in pairwise(times_s)) < 0.1
 
 
-@each_mode
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(SYNC, marks=no_sync_drafts), pytest.param(ASYNC)],
+    ids=["sync", "async-v2"],
+)
 @pytest.mark.parametrize("drafts", [2, 5])
 def test_a_prompt_with_one_token_left_is_admitted_beside_drafting_decodes(mode, drafts):
     """vLLM pads it by draft tokens, and admits nobody where it has no room for them."""

@@ -57,16 +57,20 @@ four_stages() {
           "gpu_memory_utilization": 0.1}'
 }
 
-server() {
-    shared python3 -m bench.gpu.serve_check "$OUT/server" --pp 4 --model qwen2.5-14b-stage --rate 1 \
+server() { # folder engine-argument...
+    local name="$1"
+    shift
+    shared python3 -m bench.gpu.serve_check "$OUT/$name" --pp 4 --model qwen2.5-14b-stage --rate 1 \
         --worker-cls bench.gpu.shared_gpu.Worker --kv-cache-memory-bytes 8589934592 \
-        --gpu-memory-utilization 0.1 --distributed-executor-backend mp \
-        >"$OUT/server.txt" 2>&1 </dev/null
+        --gpu-memory-utilization 0.1 --distributed-executor-backend mp "$@" \
+        >"$OUT/$name.txt" 2>&1 </dev/null
 }
 
-for part in ${PARTS:-tokens one_stage rows server four_stages}; do
+for part in ${PARTS:-tokens one_stage rows server server_sync four_stages}; do
     case "$part" in
         tokens) python3 -m bench.gpu.same_tokens "$OUT/tokens" >"$OUT/tokens.txt" 2>&1 </dev/null ;;
+        server) server server ;;
+        server_sync) VLLM_USE_V2_MODEL_RUNNER=0 server server_sync --no-async-scheduling ;;
         *) "$part" ;;
     esac
 done
