@@ -18,6 +18,7 @@ from bench.vllm_harness import VllmAdapter, build_scheduler
 from tests.worlds import ASYNC, MODES, SYNC, batch_of, serve, settings, stage_s
 from vllm_ppbalance import Scheduler
 from vllm_ppbalance.chunk import FixedChunk
+from vllm_ppbalance.reader import read_state
 
 pytestmark = pytest.mark.scheduler
 
@@ -355,6 +356,15 @@ def test_a_prompt_with_one_token_left_is_admitted_beside_drafting_decodes(mode, 
     )
     result = ran.result.requests["late"]
     assert result.first_token_s - result.arrival_s < 0.2
+
+
+@pytest.mark.parametrize(("active", "seats"), [(3, 3), (1000, 128)])
+def test_seats_are_those_that_vllm_admits(active, seats):
+    """`--max-num-active-seqs` of 0.32 and later may be fewer than the runner's slots."""
+    ran = serve(batch_of(1, max_tokens=2), pp_size=2, max_num_seqs=128, **ASYNC)
+    ran.scheduler.max_num_active_reqs = active
+    state = read_state(ran.scheduler, ran.scheduler.ppbalance, 100, 8192)
+    assert state.max_num_seqs == seats
 
 
 @every_mode
