@@ -95,9 +95,9 @@ def test_those_put_off_get_their_share_of_what_is_computed_oldest_first():
 def test_who_is_behind_already_is_not_moved_again():
     policy = queue(4000, 4000, 4000)
     policy.order(PACE, 0.0, computed=0)
-    assert policy.order(PACE, 2.0, computed=16_000) == (("r0",), ())
+    assert policy.order(PACE, 2.0, computed=16_000) == (("r0",), (), 3)
     policy.arrived("new", 100, 2.0)
-    assert policy.order(PACE, 3.0, computed=32_000) == (("r1",), ("r2",))
+    assert policy.order(PACE, 3.0, computed=32_000) == (("r1",), ("r2",), 2)
 
 
 def test_those_who_left_are_forgotten():

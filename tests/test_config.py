@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ppbalance.__main__ import main, markdown_table
-from vllm_ppbalance.config import Settings
-from vllm_ppbalance.sources import SettingsError, all_knobs, load_settings
+from vllm_ppbalance.config import Settings, all_knobs
+from vllm_ppbalance.sources import SettingsError, load_settings
 
 README = Path(__file__).parent.parent / "README.md"
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))

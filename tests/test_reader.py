@@ -69,7 +69,7 @@ def test_late_requests_are_found_by_their_place_however_long_the_queue():
     names = [f"r{i}" for i in range(20)]
     requests = {name: request(name) for name in names}
     queue = Fcfs(requests.values())
-    reorder(queue, Order(("r15", "r16"), ()), requests, late=5)
+    reorder(queue, Order(("r15", "r16"), (), 5), requests)
     assert ids(queue) == ["r15", "r16", *names[:15], *names[17:]]
     assert not queue.walks
 
@@ -78,8 +78,8 @@ def test_requests_elsewhere_in_the_queue_or_not_in_it_are_moved_or_ignored():
     names = [f"r{i}" for i in range(6)]
     requests = {name: request(name) for name in (*names, "admitted")}
     queue = Fcfs(requests[name] for name in names)
-    order = Order(("r3", "gone", "admitted", "r1"), ())
-    reorder(queue, order, requests, late=2)
+    order = Order(("r3", "gone", "admitted", "r1"), (), 2)
+    reorder(queue, order, requests)
     assert ids(queue) == ["r3", "r1", "r0", "r2", "r4", "r5"]
-    reorder(queue, Order(("r5",), ("r3", "gone", "r0")), requests, late=0)
+    reorder(queue, Order(("r5",), ("r3", "gone", "r0")), requests)
     assert ids(queue) == ["r5", "r1", "r2", "r4", "r3", "r0"]

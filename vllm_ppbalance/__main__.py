@@ -7,13 +7,12 @@ import sys
 from typing import Any
 
 from vllm_ppbalance import __version__
-from vllm_ppbalance.config import Settings
+from vllm_ppbalance.config import Settings, all_knobs
 from vllm_ppbalance.cost_model import CostModel
 from vllm_ppbalance.sources import (
     ADDITIONAL_CONFIG,
     LoadedSettings,
     SettingsError,
-    all_knobs,
     load_settings,
 )
 from vllm_ppbalance.top import top

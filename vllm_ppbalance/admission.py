@@ -105,7 +105,8 @@ class OnTimeFirst:
         first = self._forgiven(computed)
         last = () if behind else tuple(self._late)
         self._behind = True
-        return Order(first, last) if first or last else NO_CHANGE
+        late = len(first) + len(self._late)
+        return Order(first, last, late) if first or last else NO_CHANGE
 
     def _put_off(self, pace: Pace, now_s: float) -> bool:
         waiting = self._on_time

@@ -29,14 +29,14 @@ def release_if_empty(requests: Mapping[str, Any], cohorts: Cohorts, step: int) -
                 request.next_decode_eligible_step = step
 
 
-def reorder(queue: Any, order: Order, requests: Mapping[str, Any], late: int) -> None:
+def reorder(queue: Any, order: Order, requests: Mapping[str, Any]) -> None:
     """Move requests to the ends of vLLM's waiting queue; ids that are not in it are ignored.
 
-    `late` is how many were at its end, put off, before the order was made: where none is to go
-    there, those that come first are found by their place. A queue may hold tens of thousands.
+    Where none goes last, those that go first are found by their place: a queue may hold tens of
+    thousands.
     """
     if not order.last:
-        place = len(queue) - late
+        place = len(queue) - order.late
         known = (requests.get(request_id) for request_id in order.first)
         taken = [r for r in known if r is not None and _take(queue, r, place)]
         for request in reversed(taken):

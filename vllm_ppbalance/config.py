@@ -3,9 +3,10 @@
 Defaults are those of the published systems named in each description.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from vllm_ppbalance.chunk_settings import ChunkSettings
 from vllm_ppbalance.setting import Factor, Ratio, Seconds, Section, Share, Tokens, knob
@@ -17,6 +18,8 @@ __all__ = [
     "RebalanceSettings",
     "Settings",
 ]
+
+ENV_PREFIX = "PPBALANCE_"  # of the variable that sets a knob
 
 
 class RebalanceSettings(Section):
@@ -158,3 +161,13 @@ class Settings(Section):
         by_chunk = self.chunk.strategy in ("balanced", "alp", "equal_latency", "spread")
         tiered = self.rebalance.strategy == "tiered" and self.rebalance.base_unit == "auto"
         return by_chunk or tiered or self.rebalance.strategy == "auto"
+
+
+def all_knobs(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every knob as (dotted name, pydantic field), sections expanded."""
+    for name, field in model.model_fields.items():
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from all_knobs(annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field

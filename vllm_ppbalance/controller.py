@@ -87,11 +87,6 @@ class Controller:
             self.rebalance = make_rebalance_policy(self.settings, model)
 
     @property
-    def num_late(self) -> int:
-        """Waiting requests that were put off."""
-        return self.admission.num_late if self.admission is not None else 0
-
-    @property
     def predicts(self) -> bool:
         """Whether there is a cost model, and one to trust."""
         return self.cost_model is not None and self._health is None

@@ -164,8 +164,7 @@ class PPBalanceMixin(MeasuringMixin):
         if decision.hold:
             hold(self.requests, decision.hold, step)
         if decision.order is not NO_CHANGE:
-            late = own.num_late + len(decision.order.first)
-            reorder(self.waiting, decision.order, self.requests, late)
+            reorder(self.waiting, decision.order, self.requests)
         run = self._profile_run
         self.max_num_scheduled_tokens = run.profile.budget if run else decision.budget
 

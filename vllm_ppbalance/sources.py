@@ -7,15 +7,14 @@ import json
 import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from vllm_ppbalance.config import Settings
+from vllm_ppbalance.config import ENV_PREFIX, Settings
+from vllm_ppbalance.setting_errors import explain
 
-ENV_PREFIX = "PPBALANCE_"
 ADDITIONAL_CONFIG = "--additional-config"
 DEFAULT = "default"
 # Variables that steer the plugin itself and are not knobs.
@@ -29,11 +28,6 @@ _SERVICE = re.compile(r"PPBALANCE_(SERVICE_(HOST|PORT).*|PORT_\d+_.*)")
 # What vLLM copies to the Ray actors it starts: variables whose names begin so, commas between.
 RAY_COPIED_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 
-# pydantic's words for a type, and what a user is to write.
-_IN_OUR_WORDS = {
-    "a valid boolean": "true or false",
-    "a valid tuple": "a list such as [128, 256]",
-}
 _OWNERS = re.compile(r"((?:`\w+`, )*`\w+`): ")  # "`alp`, `spread`: ..." of a knob's meaning
 
 Path_ = tuple[str, ...]
@@ -82,16 +76,6 @@ def flag(name: str, environ: Mapping[str, str]) -> bool:
     raise SettingsError(f"{name} = {value!r} must be 1 or 0")
 
 
-def all_knobs(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every knob as (dotted name, pydantic field), sections expanded."""
-    for name, field in model.model_fields.items():
-        annotation = field.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            yield from all_knobs(annotation, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", field
-
-
 def carry_to_ray_actors(environ: MutableMapping[str, str]) -> None:
     """Let vLLM copy our variables to an engine core that runs as a Ray actor.
 
@@ -124,7 +108,7 @@ def load_settings(
     try:
         return LoadedSettings(Settings.model_validate(nested), names)
     except ValidationError as error:
-        raise SettingsError(f"wrong setting: {_explain(error, names)}") from None
+        raise SettingsError(f"wrong setting: {explain(error, names)}") from None
 
 
 def _trees(
@@ -203,55 +187,3 @@ def _place(tree: dict[str, Any], path: Path_, value: Any, source: str) -> None:
             f"{'.'.join(path)} = {value!r} (from {source}) must be an object of settings"
         )
     node[path[-1]] = value
-
-
-def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
-    """All that is wrong, in one line; what several types of one knob say is said once."""
-    told: dict[str, tuple[str, list[str]]] = {}
-    for detail in error.errors():
-        name = _knob_of(detail["loc"], sources)
-        reason = _reason(detail, sources)
-        head = name
-        if name in sources:
-            head = f"{name} = {detail['input']!r} (from {sources[name]})"
-        told.setdefault(name, (head, []))[1].append(reason)
-    return "; ".join(f"{head}: {', or: '.join(reasons)}" for head, reasons in told.values())
-
-
-def _knob_of(location: tuple[int | str, ...], sources: Mapping[str, str]) -> str:
-    """The knob an error is about: pydantic adds the member of a union, or the place in a list."""
-    parts = [str(part) for part in location]
-    for length in range(len(parts), 0, -1):
-        if (name := ".".join(parts[:length])) in sources:
-            return name
-    return ".".join(parts)
-
-
-def _reason(detail: Any, sources: Mapping[str, str]) -> str:
-    if detail["type"] == "extra_forbidden":
-        return f"no such setting; {_near(detail['loc'])}"
-    reason: str = detail["msg"].removeprefix("Value error, ")
-    for theirs, ours in _IN_OUR_WORDS.items():
-        reason = reason.replace(theirs, ours)
-    if detail["type"] == "literal_error" and isinstance(detail["input"], bool):
-        reason += ' (YAML and JSON read a bare off or true as a truth value: write "off")'
-    if detail["type"] in ("model_type", "dict_type"):
-        reason = f"an object of settings is wanted; {_near((*detail['loc'], ''))}"
-    if detail["type"] == "value_error":  # about several knobs of a section
-        section = ".".join(map(str, detail["loc"]))
-        named = [k for k in sources if k.startswith(f"{section}.") and k.split(".")[-1] in reason]
-        reason += "".join(f" ({knob} from {sources[knob]})" for knob in named)
-    return reason
-
-
-def _near(location: tuple[int | str, ...]) -> str:
-    model: Any = Settings
-    for part in location[:-1]:
-        model = model.model_fields[str(part)].annotation
-    name = ".".join(map(str, location))
-    close = get_close_matches(name, [knob for knob, _ in all_knobs()], 1, 0.85)
-    hint = ""
-    if close:
-        variable = ENV_PREFIX + close[0].upper().replace(".", "__")
-        hint = f"did you mean {close[0]} ({variable})? "
-    return f"{hint}known here: {', '.join(model.model_fields)}"

@@ -178,10 +178,15 @@ class PipelineState(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Changes to the waiting queue: request ids to put first, and last, each in this order."""
+    """Changes to the waiting queue: request ids to put first, and last, each in this order.
+
+    Without `last`, the last `late` requests of the queue are those put off before, `first` the
+    foremost of them.
+    """
 
     first: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
+    late: int = 0
 
 
 class Decision(NamedTuple):
